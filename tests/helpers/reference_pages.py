@@ -223,7 +223,7 @@ MAKER = [
     Row(
         "`lambd` is ignored by other estimators than `gae`",
         "trainer.experience_maker:NaiveExperienceMaker.make_experience_list",
-        "an error",
+        "same",
         "reference_numbers.lambda_belongs_to_gae",
     ),
     Row(
@@ -267,7 +267,7 @@ TRAINER = [
     Row(
         "`ema_model`, `ema_beta`",
         "trainer.ppo_trainer_vl:PPOTrainerVL",
-        "filled when `fit` ends",
+        "filled when `fit` ends; without `ema_model`, the strategy's `ema_decay` saves an average",
         "ppo_reference.average_of_the_weights",
     ),
     Row(

@@ -259,10 +259,15 @@ def test_no_divergence_in_rewards():
 
 @pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if e != "gae"])
 def test_lambda_belongs_to_gae(estimator):
-    made = maker(advantage_estimator=estimator)
-    made.recorded = experiences_of(random_samples(0), False)
-    with pytest.raises(ValueError, match="`lambd` has no effect with `advantage_estimator="):
-        made.make_experience_list(["Hello"], gamma=0.9, lambd=0.95)
+    """Other estimators ignore it, as LightRFT's scripts always pass it."""
+    returns = []
+    for options in ({}, {"lambd": 0.5}):
+        made = maker(advantage_estimator=estimator)
+        made.recorded = experiences_of(random_samples(0), False)
+        returns.append(rows_of(made.make_experience_list(["Hello"], gamma=0.9, **options), "returns"))
+    assert_rows_close(*returns)
+    with pytest.raises(ValueError, match="`lambd` must be between 0 and 1"):
+        made.make_experience_list(["Hello"], lambd=1.5)
 
 
 @pytest.mark.parametrize("discounts", [{"gamma": 1.5}, {"gamma": "0.9"}, {"gamma": True}, {"gamma": float("nan")}])

@@ -6,7 +6,6 @@ Code runs in an empty folder where tiny models and small datasets replace those 
 """
 
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -17,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
 from collections import Counter
 from dataclasses import fields
 from functools import partial, partialmethod
@@ -47,13 +47,11 @@ from pip_extras import MEDIA
 from small_models import digit_model
 from tasks import SPOKEN_QUESTION, spoken_digits
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import trl_multimodal_rft
 from trl_multimodal_rft import (
     MultimodalGRPOTrainer,
-    MultimodalPPOConfig,
     cli,
     rewards,
 )
@@ -301,52 +299,29 @@ def test_versions_that_fit_are_those_of_pyproject():
         assert cells[name] == (lowest if lowest == last else f"{lowest} to {last}"), name
 
 
-def lightrft_with(strategy, task):
-    """Returns the modules that LightRFT's scripts import, with this package's `models`, `trainer` and `utils`."""
-    ours = ("models", "models.actor_vl", "trainer", "trainer.ppo_trainer_vl", "utils")
-    found = {name: importlib.import_module(f"trl_multimodal_rft.lightrft.{name}") for name in ours}
-    found["strategy"] = SimpleNamespace(get_strategy=lambda args: strategy)
-    found = {f"lightrft.{name}": module for name, module in found.items()}
-    return {**found, "lightrft": SimpleNamespace(), "task": SimpleNamespace(**task)}
-
-
 @pytest.mark.gate
 def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
-    """The script for LightRFT, with a stub strategy, makes the updates of the script for this package."""
+    """The script for LightRFT, with the import replaced, makes the updates of the script from a dataset."""
     monkeypatch.setattr(rewards, "accuracy_reward", length_and_sum)  # rewards that differ
     page = ROOT / "docs" / "from_lightrft.md"
     (before,) = re.findall(r"```py\n(.*?)```", page.read_text(), re.DOTALL)
     torch.manual_seed(0)
     after = execute(page.read_text())
 
-    class Strategy(MultimodalPPOConfig):
-        pretrain, rollout_batch_size, save_path = after["pretrain"], 2, "saved"
-
-        def setup_dataloader(self, dataset, batch_size, pin_memory, shuffle, collate_fn):
-            return DataLoader(dataset, batch_size, shuffle, collate_fn=collate_fn, drop_last=True)
-
-        def prepare_models_and_optimizers(self, actor, critic, reward_models, initial_model, args, max_steps):
-            optimizer = torch.optim.AdamW((each for each in actor.parameters() if each.requires_grad), lr=1e-6)
-            scheduler = transformers.get_scheduler("cosine", optimizer, num_warmup_steps=10, num_training_steps=1000)
-            return (actor, optimizer, scheduler), (critic, None, None), reward_models, initial_model
-
-        def save_model(self, actor, tokenizer, path):
-            actor.save_pretrained(path)
-
     class Prompts(list):
         def collate_fn(self, rows):
             """Works like LightRFT's: returns prompts, images, references and labels."""
             return tuple([row[name] for row in rows] for name in ("prompt", "image", "solution", "solution"))
 
-    own = after["strategy"]
-    strategy = Strategy("out", **{name: getattr(own, name) for name in ("advantage_estimator", "num_generations")})
-    strategy.num_train_epochs = own.num_train_epochs
-    task = {"args": strategy, "prompts_dataset": Prompts(after["rows"]), "reward_fn": length_and_sum}
-    for name, module in lightrft_with(strategy, task).items():
-        monkeypatch.setitem(sys.modules, name, module)
+    args = Namespace(pretrain=after["pretrain"], save_path="saved", advantage_estimator="rloo", n_samples_per_prompt=4)
+    vars(args).update(num_episodes=1, rollout_batch_size=2, actor_learning_rate=1e-6, lr_warmup_ratio=0.01, l2=0.01)
+    task = {"args": args, "max_steps": 1000, "prompts_dataset": Prompts(after["rows"]), "reward_fn": length_and_sum}
+    monkeypatch.setitem(sys.modules, "task", SimpleNamespace(**task))
+    script = before.replace("from lightrft.", "from trl_multimodal_rft.lightrft.")
+    script = script.replace("trainer.fit(args,", "trainer.fit(strategy,")
     namespace = {}
     torch.manual_seed(0)
-    exec(compile(before, str(page), "exec"), namespace)
+    exec(compile(script, str(page), "exec"), namespace)
     states = [dict(each["actor"].model.named_parameters()) for each in (after, namespace)]
     moved = {name: value for name, value in states[0].items() if "lora_B.default" in name}
     assert any(value.any() for value in moved.values())

@@ -81,13 +81,14 @@ def blending_datasets(
             logger.warning(f"{name!r} has no split {eval_split!r}: 3 % of the rows for training are evaluated.")
         rows = splits.get(eval_split, train[-1].select(range(int(0.03 * len(train[-1])))))
         held_out.append(rows.select(range(min(max_count, len(rows)))))
-    blended = [
-        parts[0]
-        if len(parts) == 1
-        else datasets.interleave_datasets(parts, shares, seed, None, None, stopping_strategy)
-        for parts in ((train, held_out) if return_eval else (train,))
-    ]
-    return (blended[0], blended[1]) if return_eval else blended[0]
+    blended = _blend(train, shares, seed, stopping_strategy)
+    return (blended, _blend(held_out, shares, seed, stopping_strategy)) if return_eval else blended
+
+
+def _blend(parts: list[datasets.Dataset], shares: list[float], seed: int, stopping_strategy: Any) -> datasets.Dataset:
+    if len(parts) == 1:
+        return parts[0]
+    return datasets.interleave_datasets(parts, shares, seed, stopping_strategy=stopping_strategy)
 
 
 def _load(name: str) -> dict[str, datasets.Dataset]:

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from transformers import PreTrainedTokenizerBase, SchedulerType, get_scheduler
 from transformers.utils import cached_file
 
@@ -21,6 +21,7 @@ from ..encoding.processors import load_processor
 from ..models.critic import policy_alone
 from ..models.parts import freeze
 from ..trainers.ppo.config import MultimodalPPOConfig, ValueSchedule
+from ..trainers.shared.arguments import mapping
 from .models.actor import Actor
 from .models.critic import Critic
 
@@ -173,7 +174,7 @@ class Strategy(MultimodalPPOConfig):
             optimizer,
             num_warmup_steps=math.ceil(max_steps * warmup) if warmup < 1 else int(warmup),
             num_training_steps=max_steps,
-            scheduler_specific_kwargs=self.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=mapping(self.lr_scheduler_kwargs),
         )
         return optimizer, scheduler
 
@@ -212,15 +213,16 @@ class Strategy(MultimodalPPOConfig):
         """
         if consumed_samples != 0:
             raise ValueError(f"`consumed_samples={consumed_samples}` is an argument of `fit`; pass it there.")
+        if sampler is None and shuffle:
+            rows: Any = dataset  # with a length
+            sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(self.seed))
         return DataLoader(
             dataset,
             batch_size=batch_size,
             pin_memory=pin_memory and torch.cuda.is_available(),
-            shuffle=shuffle and sampler is None,
             collate_fn=collate_fn,
             drop_last=drop_last,
             sampler=sampler,
-            generator=torch.Generator().manual_seed(self.seed),
         )
 
     # Saving

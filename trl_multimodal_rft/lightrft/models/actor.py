@@ -68,16 +68,15 @@ class Actor(nn.Module):
         lora_rank, lora_alpha, lora_dropout (`int`, *optional*, default to `0`, `16` and `0`):
             Rank (0 trains all weights), scale and dropout of a LoRA adapter.
         target_modules (`str` or `list[str]`, *optional*):
-            Suffixes of the names of layers for LoRA; by default, and with `"all-linear"`, all linear layers except the
-            LM head. Frozen encoders get no LoRA. Without LoRA, they have no effect.
+            Suffixes of the names of layers for LoRA. By default and with `"all-linear"`, all linear layers except the
+            LM head, and those of frozen encoders.
         ds_config, device_map (`dict`, *optional*):
             DeepSpeed configuration, and device of each module. ZeRO-3 shards the weights as they are loaded; all ranks
             must then pass media of the same modalities.
         packing_samples (`bool`, *optional*, defaults to `False`):
             Whether `forward` scores completions in packed rows, and also takes packed sequences.
         high_entropy_token_ratio (`float`, *optional*, defaults to `0.0`):
-            Share of tokens with the highest entropy to train on, see [`~algorithms.entropy.high_entropy_mask`]. Above
-            0, outputs hold `action_entropy`.
+            Share of tokens with the highest entropy to train on. Above 0, outputs hold `action_entropy`.
         load_in_4bit (`bool`, *optional*, defaults to `False`):
             Whether to load 4-bit weights (NF4), which only LoRA can train.
         freeze_vision_tower, freeze_audio_tower (`bool`, *optional*, default to `False`):
@@ -139,11 +138,9 @@ class Actor(nn.Module):
             freeze_as_built(model)
         else:
             loading_arguments = ("use_flash_attention_2", "ds_config", "device_map", "load_in_4bit")
-            passed = [name for name in loading_arguments if arguments[name]]
-            if passed:
-                raise ValueError(
-                    f"`{passed[0]}` says how to load a model, but an instance was passed; pass a path, or remove it."
-                )
+            for name in loading_arguments:
+                if arguments[name]:
+                    raise ValueError(f"`{name}` says how to load a model, but an instance was passed; pass a path.")
             model = pretrain_or_model
             base = unwrapped(None, pretrain_or_model)
             if lora_rank > 0 and model is not base:

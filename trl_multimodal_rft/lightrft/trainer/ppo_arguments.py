@@ -48,8 +48,10 @@ def _target(kl_target: Any) -> float | None:
     return None if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).value
 
 
-def _horizon(kl_target: Any) -> int:
-    return KLTarget.horizon if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).horizon
+def _horizon(kl_target: Any) -> int | None:
+    """Returns `None` for the default, which nobody need have asked for."""
+    horizon = KLTarget.horizon if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).horizon
+    return None if horizon == KLTarget.horizon else horizon
 
 
 def _itself(value: Any) -> Any:

@@ -54,12 +54,13 @@ class PPOTrainerVL:
 
     Args:
         strategy ([`MultimodalPPOConfig`]):
-            All options. With `use_vllm`, the engine samples, colocated or as a server, with the weights of the last
-            optimizer step, and the policy scores what it sampled. Arguments of this class, and the actor's
-            temperature, replace the strategy's fields of the same meaning. `num_generations` is the number of
-            completions of a prompt. Options of sampling go into `generate_kwargs`. Options that affect only the
-            rollouts and the loop of [`MultimodalPPOTrainer`] raise an error. The KL divergence is in the rewards of
-            tokens, see [`NaiveExperienceMaker.make_experience_list`], unless `kl_estimator` is `"k2"` or `"k3"`.
+            All options, maybe the [`~lightrft.strategy_object.Strategy`] of a command line. A value that is set here
+            or passed below wins over defaults, and a contradiction is an error; the temperature is the actor's. With
+            `use_vllm`, the engine samples, colocated or as a server, with the weights of the last optimizer step, and
+            the policy scores what it sampled. `num_generations` is the number of completions of a prompt. Options of
+            sampling go into `generate_kwargs`. Options that affect only the rollouts and the loop of
+            [`MultimodalPPOTrainer`] raise an error. The KL divergence is in the rewards of tokens, see
+            [`NaiveExperienceMaker.make_experience_list`], unless `kl_estimator` is `"k2"` or `"k3"`.
         actor ([`~lightrft.ActorVL`]):
             Policy. With `packing_samples`, forwards share a prompt and its media among its completions.
         critic ([`~models.Critic`], *optional*):
@@ -68,8 +69,8 @@ class PPOTrainerVL:
             Reference of the KL divergence. `None` means the policy without its adapter, or, if the policy has no
             adapter, no KL divergence.
         ema_model ([`~lightrft.ActorVL`], *optional*):
-            A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. `None` keeps no
-            average.
+            A copy of the policy, which gets the moving average of the weights at the end of [`fit`]. With `None`,
+            [`save_model`] saves an average, if `strategy` has an `ema_decay`.
         actor_optim, critic_optim, actor_scheduler, critic_scheduler (*optional*):
             Optimizers of the trained weights of `actor` and `critic`, and their schedules, which step with each update
             of their model. Each side's gradient is clipped to `max_norm`, and the value loss has the weight 1. `None`
@@ -99,20 +100,19 @@ class PPOTrainerVL:
             `save_total_limit` doesn't delete. `disable_ds_ckpt` saves only the models in checkpoints, so that no run
             can resume from them.
         generate_kwargs:
-            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), and `gamma` and
-            `lambd` (default to `gamma` and `lam` of the strategy's estimator).
+            Options of sampling, such as `max_new_tokens` (defaults to `max_completion_length`), `gamma` and `lambd`
+            (default to `gamma` and `lam` of the strategy's estimator), and options of LightRFT's command line.
 
     Raises:
         `TypeError`: If `strategy` is no [`MultimodalPPOConfig`].
-        `ValueError`: If an option is unknown or has no effect here, if optimizers or schedules don't fit the models,
-            if there is no source of reward, if `critic`, `initial_model` or `ema_model` doesn't fit, or if parameters
-            are sharded.
+        `ValueError`: If an option is unknown, has no effect here or contradicts `strategy`, if optimizers or schedules
+            don't fit the models, if there is no source of reward, if `critic`, `initial_model` or `ema_model` doesn't
+            fit, or if parameters are sharded.
     """
 
     # Names of the media lists in a batch that is a tuple; by default those of the actor's modality
     _possible_media_columns: Sequence[tuple[str, ...]] | None = None
-
-    passed: set[str]  # names of the arguments of the constructor that were passed
+    passed: set[str]  # names of the arguments that were passed
 
     @remember_passed
     def __init__(
@@ -168,11 +168,7 @@ class PPOTrainerVL:
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
-        options = _options_of_config(
-            own,
-            1.0 if critic_optim is not None else strategy.value_loss.coef,  # an optimizer of its own makes it 1
-            keeps_average=ema_model is not None or strategy.ema_decay is not None,
-        )
+        options = _options_of_config(strategy, own, ema_model, critic_optim)
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
         self.strategy = config
         self.actor = actor
@@ -213,8 +209,6 @@ class PPOTrainerVL:
             reward_recipe=reward_recipe,
             processor=processor,
         )
-        if self._possible_media_columns is None:
-            self._possible_media_columns = media_columns_of(actor)
         self.eval_dataloader: DataLoader | None = None
         self._last_step = 0
 
@@ -470,7 +464,7 @@ class PPOTrainerVL:
         self.trainer.save_model(output_dir)
 
     def _rows(self, batch: list[dict] | tuple) -> list[dict[str, Any]]:
-        rows = rows_of(batch, self._possible_media_columns)
+        rows = rows_of(batch, self._possible_media_columns or media_columns_of(self.actor))
         self.trainer.card_notes.columns.update(*rows)
         return rows
 
@@ -513,8 +507,16 @@ def _ask_about_steps(
         flow.on_step_end(args, state, control)
 
 
-def _options_of_config(own: SimpleNamespace, value_weight: float, keeps_average: bool) -> dict[str, Any]:
+def _options_of_config(
+    strategy: MultimodalPPOConfig,
+    own: SimpleNamespace,
+    ema_model: ActorVL | None,
+    critic_optim: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
     """Returns fields of the config by the arguments of the trainer, see [`resolve_arguments`]."""
+    keeps_average = ema_model is not None or strategy.ema_decay is not None
+    # An optimizer of its own makes the weight of the value loss 1
+    value_weight = strategy.value_loss.coef if critic_optim is None else 1.0
     kl_target = None
     if own.kl_target:
         kl_target = join_settings(str(own.kl_target), {"horizon": own.kl_horizon})
