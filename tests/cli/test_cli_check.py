@@ -31,8 +31,10 @@ from trl_multimodal_rft.cli.parsers import options_for_check
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.reading.sizes import media_size
-from trl_multimodal_rft.data.rows.batches import DatasetRows
+from trl_multimodal_rft.data.rows.batches import DatasetRows, Row
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
+from trl_multimodal_rft.data.rows.pairs import put_answer_media
+from trl_multimodal_rft.encoding.messages import template_marks
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
 
 
@@ -298,6 +300,26 @@ def test_tables_of_spreadsheets(table, reward, message, tmp_path, said):
     words = ["--media_dir", tmp_path, *["--reward_funcs", reward] * bool(reward)]
     shown = said("qwen2_audio", tmp_path / "rows.csv", *words, status=int(" is empty in" not in message))
     assert message in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("columns", [{}, {"chosen": "Yes.", "rejected": "No."}, {"completion": "Yes.", "label": True}])
+def test_prompts_with_their_template_beside_media(columns, tmp_path, said):
+    """Rows that the trainers refuse; pictures may be in the prompt's column, or in those of answers."""
+    words = load("qwen2_5_vl")[1].apply_chat_template(user("What?"), tokenize=False, add_generation_prompt=True)
+    picture = image(56, 56)["image"]
+    rows = [{"prompt": words, "image": picture, **columns}, {"prompt": "What?", "image": picture, **columns}]
+    rows += [{"prompt": words, "image": None, **columns}]
+    if "completion" in columns:
+        rows[1]["label"] = False
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    report = said("qwen2_5_vl", tmp_path / "rows", status=1)
+    assert "it looks like a chat template was applied already" in report and "Rows: 0, 2\n" in report
+    if "chosen" in columns:
+        answers = [[{"role": "assistant", "content": [{"type": "image", "image": picture}]}]] * 2
+        rows = [{"prompt": text, "chosen": answers[0], "rejected": answers[1]} for text in (words, "What?")]
+        with pytest.raises(MediaError, match="row 0, column 'prompt': it looks like a chat template was applied"):
+            put_answer_media(Row(0, rows[0]), marks=template_marks(load("qwen2_5_vl")[1], {}))
+        assert put_answer_media(Row(0, rows[1]), marks=template_marks(load("qwen2_5_vl")[1], {}))["prompt"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
-from trl_multimodal_rft.lightrft.trainer import experience_maker
+from trl_multimodal_rft.lightrft.trainer import row_checks
 from trl_multimodal_rft.lightrft.trainer.experience import ExperienceVL, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import split_experience_batch
@@ -989,7 +989,6 @@ def test_media_that_no_prompt_gets():
             make(arguments={"reward_fn": looking}).generate_samples(batch, max_new_tokens=2)
         with pytest.raises(MediaError, match="^The rows: no prompt gets these media"):
             maker.generate_samples(batch, max_new_tokens=2)
-        maker._checked_layouts.clear()
     maker = make(arguments={"reward_fn": looking}, ignored_media_columns=["picture"])
     (each, _) = (maker.make_experience_list(rows, max_new_tokens=4)[0] for _ in range(2))
     assert not media_of(each) and len(seen) == 2 * 3 and all(each is rows[0]["picture"] for each in seen)
@@ -997,10 +996,8 @@ def test_media_that_no_prompt_gets():
 
 def test_rows_of_every_batch_are_checked(caplog, monkeypatch):
     """Filled columns that no batch had are asked about, once, whether rows have the others or `None` in them."""
-    calls, check = [], experience_maker.check_columns
-    monkeypatch.setattr(
-        experience_maker, "check_columns", lambda *args, **kw: calls.append(args) or check(*args, **kw)
-    )
+    calls, check = [], row_checks.check_columns
+    monkeypatch.setattr(row_checks, "check_columns", lambda *args, **kw: calls.append(args) or check(*args, **kw))
     maker = make(Injected)
 
     def warnings(*rows):

@@ -143,7 +143,7 @@ class RowChecker(torch.utils.data.Dataset):
         rules = self.encoder.media_rules
         answer_columns: Sequence[str] = ()
         if all(name in row for name in COMPLETIONS):
-            placed_row = put_answer_media(row, ignored, rules=rules)
+            placed_row = put_answer_media(row, ignored, rules=rules, marks=self.encoder.marks)
             answer_columns = COMPLETIONS
             checked.has_equal_answers = is_equal_pair(row)
             row = placed_row

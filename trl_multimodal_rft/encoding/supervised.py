@@ -4,7 +4,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import SequenceMatcher
-from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -16,9 +15,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import Row
 from ..data.rows.cells import cell_value
 from ..data.rows.columns import read_messages, rows_to_messages
-from ..data.rows.names import MEDIA_COLUMNS
 from ..data.rows.pairs import COMPLETIONS, check_text_only, put_answer_media, read_answer
-from ..data.rows.rendered import TemplateMarks
 from ..families import family_of, family_of_processor
 from ..views.views import View
 from .conversations import check_joins, encode_continuation
@@ -75,6 +72,7 @@ class SupervisedEncoder(TextEncoder):
             raise ValueError(
                 f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO."
             )
+        self._marks = template_marks(self.processing_class, self.template_kwargs)
         super().__post_init__()
 
     def encode_sequence(
@@ -314,14 +312,8 @@ class SupervisedEncoder(TextEncoder):
         columns = Row(row.row_index, _with_prompt(row))
         if not columns["prompt"]:
             raise no_prompt(f"row {row.row_index}")
-        placed = put_answer_media(columns, self.ignored_media_columns, self.placeholders, self.media_rules)
-        if placed is not columns:  # the prompt has become messages
-            self._marks.check_raw(columns["prompt"], "prompt", row.row_index)
-        return placed
-
-    @cached_property
-    def _marks(self) -> TemplateMarks:
-        return template_marks(self.processing_class, self.template_kwargs)
+        options = (self.ignored_media_columns, self.placeholders, self.media_rules, self._marks)
+        return put_answer_media(columns, *options)
 
     def _select_completion(self, row: Row, column: str) -> tuple[Row, list, int]:
         columns = _with_prompt(row)
@@ -336,14 +328,11 @@ class SupervisedEncoder(TextEncoder):
         """First applies `special_tokens_in_text` to messages; plain text may hold control tokens."""
         n = len(prompt_messages)
         columns = Row(row.row_index, {**row, "prompt": [*prompt_messages, *completion]})
-        [row_with_media] = rows_to_messages(
-            [columns], self.ignored_media_columns, self.placeholders, rules=self.media_rules
-        )
-        messages = row_with_media["prompt"]
+        rows = rows_to_messages([columns], self.ignored_media_columns, self.placeholders, self.media_rules)
+        messages = rows[0]["prompt"]
         parts = {"prompt": messages[:n], "completion": messages[n:]}
         is_text = _is_text(row) and next(iter_refs(messages), None) is None
-        if not is_text or any(name in MEDIA_COLUMNS and name not in self.ignored_media_columns for name in row):
-            self._marks.check_raw(row.get("prompt"), "prompt", row.row_index)
+        self._marks.check_row(row, "prompt", row.row_index, self.ignored_media_columns, becomes_messages=not is_text)
         if is_text:
             parts = {name: row[name] for name in parts}
         options = self.processing_class, self.special_tokens_in_text, row.row_index

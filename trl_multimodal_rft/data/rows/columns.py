@@ -96,9 +96,8 @@ def rows_to_messages(
         reader.check_prompt(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
     become_messages = any(any(each.values()) for each in media) or not all(isinstance(p, str) for p in prompts)
-    for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
-        if become_messages or any(name in MEDIA_COLUMNS and name not in ignored for name in row):
-            marks.check_raw(prompt, column, reader.row_index)
+    for reader, column, row in zip(readers, prompt_columns, rows, strict=True):
+        marks.check_row(row, column, reader.row_index, ignored, becomes_messages=become_messages)
     if become_messages:
         for i, prompt in enumerate(prompts):
             is_text = isinstance(prompt, str)

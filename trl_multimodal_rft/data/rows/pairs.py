@@ -17,6 +17,7 @@ from .cells import truth_value
 from .columns import as_text, further_keys, has_media, read_messages, rows_to_messages, strip_media
 from .features import with_class_names
 from .names import MEDIA_COLUMNS
+from .rendered import NO_MARKS, TemplateMarks
 
 
 JUDGE_TEMPLATE = """\
@@ -149,7 +150,11 @@ def check_text_only(messages: list[dict[str, Any]]) -> None:
 
 
 def put_answer_media(
-    row: Row, ignored: Collection[str] = (), placeholders: Collection[str] = (), rules: MediaRules = DEFAULT_RULES
+    row: Row,
+    ignored: Collection[str] = (),
+    placeholders: Collection[str] = (),
+    rules: MediaRules = DEFAULT_RULES,
+    marks: TemplateMarks = NO_MARKS,
 ) -> Row:
     """
     Moves the media of a pair's columns into its messages if an answer holds media or placeholders.
@@ -159,7 +164,7 @@ def put_answer_media(
     Args:
         row ([`~data.rows.batches.Row`]):
             Row of `prompt`, `chosen`, `rejected` and media.
-        ignored, placeholders, rules (`Collection[str]`, `Collection[str]`, [`~data.reading.rules.MediaRules`]):
+        ignored, placeholders, rules, marks (*optional*):
             See [`rows_to_messages`].
 
     Returns:
@@ -167,11 +172,13 @@ def put_answer_media(
         `prompt`, `chosen` and `rejected` as messages with references.
 
     Raises:
-        [`MediaError`]: If placeholders don't match the media of columns.
+        [`MediaError`]: If placeholders don't match the media of columns, or if a chat template was applied to the
+            text of a prompt that becomes messages.
     """
     answers = [read_answer(row.get(name), name, row.row_index, rules) for name in COMPLETIONS]
     if next(iter_refs(answers), None) is None:
         return row
+    marks.check_raw(row.get("prompt"), "prompt", row.row_index)
     chats = [read_messages(row.get("prompt"), "prompt", row.row_index, rules), *answers]
     [placed_row] = rows_to_messages(
         [Row(row.row_index, {**row, "prompt": sum(chats, [])})], ignored, placeholders, rules

@@ -1,11 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Prompts to which a chat template was applied before they came here."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..reading.refs import MediaError, MediaRef
+from .names import MEDIA_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,16 @@ class TemplateMarks:
         text = text.strip()
         ends = self.tokens if not self.generation_prompt else (*self.tokens, self.generation_prompt)
         return text.startswith(self.tokens) or text.endswith(ends)
+
+    def check_row(
+        self, row: Mapping[str, Any], column: str, row_index: int, ignored: Collection[str], *, becomes_messages: bool
+    ) -> None:
+        """
+        Applies [`check_raw`] to the prompt in a column of a row, if it becomes messages here, or, as the row has a
+        media column, where others of its dataset have media.
+        """
+        if becomes_messages or any(name in MEDIA_COLUMNS and name not in ignored for name in row):
+            self.check_raw(row.get(column), column, row_index)
 
     def check_raw(self, prompt: Any, column: str, row_index: int) -> None:
         """Raises a [`MediaError`] for a text to which the template was applied, where it would be applied again."""

@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.rewards import get_soft_overlong_punishment
 
 from ...algorithms.kl import FixedKLController, approx_kl
 from ...data.rows.batches import Row
 from ...data.rows.features import restore_media
-from ...data.rows.find_media import is_empty
 from ...data.rows.rendered import RenderedPrompt
-from ...data.rows.unread import check_columns
 from ...encoding.join import join_media
 from ...encoding.processors import check_processor
 from ...encoding.prompt_encoder import PromptEncoder
@@ -48,6 +46,7 @@ from .experience_config import ExperienceConfig, check_discounts, check_generati
 from .replay_buffer_utils import set_media
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages, normalize_advantages_cross_batch
+from .row_checks import RowChecks
 
 
 logger = logging.getLogger(__name__)  # accelerate's logger would raise an error without accelerate's state
@@ -124,9 +123,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         self.tokenizer = tokenizer
         self.processor = processor
         self.prompt_max_len = prompt_max_len
-        self._checked_layouts: set[frozenset[str]] = set()  # sets of filled columns of the rows so far
-        self._has_had_media = False  # whether a prompt so far had media
         _check_models(strategy, actor, critic, initial_model)
+        self._row_checks = RowChecks(strategy.ignored_media_columns, input_modalities(actor.base_model))
         self.advantage_estimator = strategy.advantage_estimator
         self.reward_model = reward_model
         self.remote_rm_url = remote_rm_url
@@ -275,11 +273,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
         check_generation_options(generate_kwargs)
         if isinstance(all_prompts, str):
             all_prompts = [all_prompts]
-        rows = [
-            Row(getattr(prompt, "row_index", index), prompt if isinstance(prompt, dict) else {"prompt": prompt})
-            for index, prompt in enumerate(all_prompts)
-        ]
-        self._check_columns(rows)
+        columns = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in all_prompts]
+        rows = [Row(getattr(row, "row_index", index), row) for index, row in enumerate(columns)]
+        warnings = self._row_checks.check(rows)
+        if warnings and self._is_main:
+            logger.warning(" ".join(warnings))
         encoder = PromptEncoder(
             self.actor.base_model,
             self.processor or self.tokenizer,
@@ -293,50 +291,17 @@ class NaiveExperienceMaker(RolloutAdvantages):
         )
         prompts = encoder.messages(rows)
         encoded = self._encode(prompts, encoder)
-        self._has_had_media = self._has_had_media or any(prompt.modalities for prompt in encoded)
+        self._row_checks.note(encoded)
         # But for texts with their template, the encoder's prompts are all text or all messages. Reward functions get
         # these prompts instead of the caller's, so that all micro-batches have one format.
-        rows = [
-            {**row, "prompt": prompt.text if isinstance(prompt, RenderedPrompt) else restore_media(prompt)}
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
+        shown = [prompt.text if isinstance(prompt, RenderedPrompt) else restore_media(prompt) for prompt in prompts]
+        rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, shown, strict=True)]
         n = self.strategy.n_samples_per_prompt
         batch_size = self.strategy.micro_rollout_batch_size
         pairs = []
         for row, prompt in zip(rows, encoded, strict=True):
             pairs += [(row, prompt)] * n
         return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
-
-    def _check_columns(self, rows: list[Row]) -> None:
-        """
-        Asks rows what the trainers ask of a dataset, once for each set of filled columns. Media that no prompt gets
-        are an error as long as no prompt has had media, and otherwise a warning.
-        """
-        layouts: dict[frozenset[str], list[Row]] = {}  # rows by their filled columns
-        for row in rows:
-            columns = frozenset(name for name, value in row.items() if not is_empty(value))
-            layouts.setdefault(columns, []).append(row)
-        new_layouts = [columns for columns in layouts if columns not in self._checked_layouts]
-        if not new_layouts:
-            return
-        self._checked_layouts.update(new_layouts)
-        ignored = self.strategy.ignored_media_columns
-        takes = input_modalities(self.actor.base_model)
-        warning = None
-        if not self._has_had_media:
-            warning = check_columns(rows, "The rows", ignored, dataset_part="first", model_modalities=takes)
-        warnings = [] if warning is None else [warning]
-        if self._has_had_media or len(layouts) > 1:
-            # Media of other rows say nothing about those of these rows
-            groups = [layouts[columns] for columns in new_layouts]
-            names = [f"Row {group[0].row_index} of a batch" for group in groups]
-            of_groups = [
-                check_columns(group, name, ignored, dataset_part="some", model_modalities=takes)
-                for group, name in zip(groups, names, strict=True)
-            ]
-            warnings = [*filter(None, of_groups)] or warnings
-        for warning in warnings if self._is_main else ():
-            logger.warning(warning)
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
         return [
@@ -474,15 +439,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         n_actions = samples.num_actions
         prompts = samples.encoded_prompts
         if prompts is None:
-            masks = samples.attention_mask[:, :-n_actions].bool()
-            ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n_actions], masks, strict=True)]
-            for index, prompt_ids in enumerate(ids):
-                if self._placeholder_ids.intersection(prompt_ids.tolist()):
-                    raise ValueError(
-                        f"Sample {index} has placeholders of media, but no media; pass the `encoded_prompts` of the "
-                        "samples, as `generate_samples` returns them."
-                    )
-            prompts = bare_prompts(self.actor.base_model, ((prompt_ids, {}, None) for prompt_ids in ids))
+            prompts = _prompts_of_ids(samples, self.actor.base_model, self._placeholder_ids)
         return Rollout(
             prompts,
             torch.arange(len(prompts)),  # group ids, which scoring doesn't use
@@ -551,6 +508,20 @@ class NaiveExperienceMaker(RolloutAdvantages):
     def _autocast(self):
         accelerator = self.strategy.accelerator
         return nullcontext() if accelerator is None else accelerator.autocast()
+
+
+def _prompts_of_ids(samples: Samples, model: PreTrainedModel, placeholder_ids: set[int]) -> list[EncodedPrompt]:
+    """Returns the prompts of padded samples without encoded prompts, from their ids."""
+    n = samples.num_actions
+    masks = samples.attention_mask[:, :-n].bool()
+    ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n], masks, strict=True)]
+    for index, prompt_ids in enumerate(ids):
+        if placeholder_ids.intersection(prompt_ids.tolist()):
+            raise ValueError(
+                f"Sample {index} has placeholders of media, but no media; pass the `encoded_prompts` of the samples, "
+                "as `generate_samples` returns them."
+            )
+    return bare_prompts(model, ((prompt_ids, {}, None) for prompt_ids in ids))
 
 
 def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:

@@ -159,7 +159,7 @@ def _prompt_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[
     """Returns prompts as texts: texts as they were given, and messages as the model got them, with control tokens."""
     n = samples.num_actions
     is_prompt = samples.attention_mask[:, :-n].bool()
-    ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n], is_prompt, strict=True)]
+    ids = [row[mask].tolist() for row, mask in zip(samples.sequences[:, :-n], is_prompt, strict=True)]
     decoded = tokenizer.batch_decode(ids, skip_special_tokens=False)
     return [prompt if isinstance(prompt, str) else text for prompt, text in zip(samples.prompts, decoded, strict=True)]
 
