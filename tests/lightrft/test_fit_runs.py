@@ -15,7 +15,16 @@ from helpers.folders import TESTS
 from helpers.processes import python_command, python_environment
 from helpers.resumed_runs import equal
 from helpers.trainer_utils import image_rows, length_and_sum, load, moved, saved
-from lightrft.test_ppo_reference import actor_of, critic_of, end_of, loader, make, own_optimizers, reference_of, strategy
+from lightrft.test_ppo_reference import (
+    actor_of,
+    critic_of,
+    end_of,
+    loader,
+    make,
+    own_optimizers,
+    reference_of,
+    strategy,
+)
 from lightrft.test_reference_updates import saved_weights
 from transformers import TrainerCallback
 

@@ -5,11 +5,8 @@ names in their imports. They need `pip install mathruler librosa easydict`.
 """
 
 import ast
-import importlib
-import inspect
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,11 +19,6 @@ from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import image_rows, saved
 from safetensors.torch import load_file
 from transformers import AutoProcessor
-
-from trl_multimodal_rft.lightrft.models import Actor
-from trl_multimodal_rft.lightrft.strategy import RULES
-from trl_multimodal_rft.lightrft.strategy_object import Strategy
-from trl_multimodal_rft.lightrft.trainer.ppo_trainer_vl import PPOTrainerVL
 
 
 pytestmark = [
@@ -50,7 +42,9 @@ def copied(name: str, folder: Path) -> Path:
     patched = SCRIPTS[name][1]
     folder.mkdir()
     for path in Path(os.environ["LIGHTRFT"], "examples", name).glob("*.py"):
-        text = re.sub(r"^(\s*(?:from|import) )lightrft\b", r"\1trl_multimodal_rft.lightrft", path.read_text(), flags=re.M)
+        text = re.sub(
+            r"^(\s*(?:from|import) )lightrft\b", r"\1trl_multimodal_rft.lightrft", path.read_text(), flags=re.M
+        )
         if path.name == "train_colocate.py" and patched:
             calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
             calls = [node for node in calls if ast.unparse(node).startswith(patched)]
@@ -69,7 +63,8 @@ def run(script: Path, model: Path, rows: Dataset, folder: Path, *options: str):
     (folder / "data").mkdir()
     rows.to_parquet(folder / "data" / "train.parquet")
     options = f"""
-        --pretrain {model} --save_path {folder / "model"} --ckpt_path {folder / "model"} --prompt_data {folder / "data"}
+        --pretrain {model} --save_path {folder / "model"} --ckpt_path {folder / "model"}
+        --prompt_data {folder / "data"}
         --engine_type transformers --n_samples_per_prompt 2 --rollout_batch_size 2 --init_kl_coef 0.1 --l2 0.1
         --micro_rollout_batch_size 2 --train_batch_size 4 --micro_train_batch_size 2 --num_episodes 1
         --generate_max_len 8 --prompt_max_len 512 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3

@@ -172,7 +172,9 @@ def test_two_updates_are_those_of_the_loop(kind, estimator, use_cpg_loss, tmp_pa
         "loss_type": strategy.loss_type,
         "beta": 0.0,
     }
-    config = MultimodalPPOConfig(str(tmp_path), **{**PLAIN, "advantage_estimator": estimator, **options})
+    config = MultimodalPPOConfig(
+        str(tmp_path), **{**PLAIN, "max_grad_norm": MAX_NORM, "advantage_estimator": estimator, **options}
+    )
     policy = actor_class(model.double(), bf16=False, packing_samples=True)
     parts = {"policy": adam(policy.parameters(), RATES["policy"])}
     if estimator == "gae":

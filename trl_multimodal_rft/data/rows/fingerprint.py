@@ -75,7 +75,7 @@ def _checksum(parts: Iterable[bytes]) -> int:
 
 
 def _bytes_of(value: Any, media_dir: str) -> Iterator[bytes]:
-    """Yields the bytes of a row that Arrow doesn't hold, or of a value in it. Of other objects, only the type counts."""
+    """Yields the bytes of a row of Python objects, or of a value in it. Of further types, only the name counts."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield repr(key).encode()

@@ -4,17 +4,17 @@
 import math
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import skip_first_batches
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
@@ -23,22 +23,23 @@ from torch.utils.data import DataLoader, Subset
 from transformers import GenerationConfig
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
-from ...algorithms.critic import explained_variance
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
 from ...models.modes import kept_random_state
-from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values, require
+from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values
 from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
 from ...trainers.shared.dataset_checks import warn_of_unread_media
+from ...trainers.shared.ema import MovingAverage
 from ...trainers.shared.finite import naming_broken_logits
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
-from .experience import Experience, info_of
+from .experience import Experience
 from .experience_config import ExperienceConfig
 from .experience_maker import NaiveExperienceMaker
+from .experience_metrics import buffer_statistics, mean
 from .optimizers import TwoOptimizers, TwoSchedulers
 from .replay_buffer import ReplayBuffer
 from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
@@ -51,7 +52,6 @@ WHOLE_WEIGHTS = (
 
 _N_ROWS_TO_SEARCH = 16  # supervised rows that are searched for media before training
 _ACTIONS = ("should_log", "should_evaluate", "should_save")  # of a `TrainerControl`
-_LOGGED_INFO = ("reward", "shaped_reward", "return", "soft_overlong_punishment", "response_length", "truncated", "kl")
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Rollouts:
 
 class ExperienceTrainer(MultimodalPPOTrainer):
     """
-    A [`MultimodalPPOTrainer`] that trains on experience. `train` runs the rollouts of [`run`] in place of transformers'
-    updates. Without a run, the caller passes a whole buffer or single micro-batches. An update takes
-    `gradient_accumulation_steps` micro-batches and ends with an optimizer step.
+    A [`MultimodalPPOTrainer`] that trains on experience. `train` runs the rollouts of [`run`]. Without a run, the
+    caller passes a whole buffer or single micro-batches. An update takes `gradient_accumulation_steps` micro-batches
+    and ends with an optimizer step.
     """
 
     _knows_rows = False  # an engine reserves memory for any number of media, and `run` checks the rows
@@ -306,6 +306,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         n_samples = len(items)
         size = args.per_device_train_batch_size
         window = args.gradient_accumulation_steps
+        # The completions of a prompt stay together, unless `packing` shuffles samples
+        group_size = 1 if args.packing_settings.shuffle else args.num_generations
         # An optimizer step takes `window` micro-batches of `size` samples
         if n_samples == 0 or n_samples % (size * window) != 0:
             raise ValueError(
@@ -315,13 +317,13 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._check_last_update_complete("An update")
         rollout = self._rollout_of(items)
         self._pop_mean_metrics()
-        statistics = self._buffer_statistics(items, rollout)
+        statistics = buffer_statistics(items, rollout)
         # `_rollout_of` took the whole buffer for one micro-batch, so the number of actions is divided by the number of
         # micro-batches. All micro-batches share the quotient, so that all actions of the buffer have the same weight.
         rollout.num_items_in_batch = rollout.num_items_in_batch / (n_samples // size)
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
-            order = self._random_order(n_samples)
+            order = random_order(n_samples, group_size, args.seed + self.state.global_step)
             for start in range(0, n_samples, size * window):
                 batch = rollout.select(order[start : start + size * window])
                 micro_batches = batch.micro_batches(window)
@@ -414,44 +416,20 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         for name, was_due in due.items():
             setattr(self.control, name, was_due or getattr(self.control, name))
 
-    def _random_order(self, n: int) -> list[int]:
-        """
-        Returns the indices of `n` samples in a random order of groups, such as `[2, 3, 0, 1]` for groups of 2, or, if
-        `packing` shuffles samples, in a random order of samples.
-        """
-        size = 1 if self.args.packing_settings.shuffle else self.args.num_generations
-        generator = torch.Generator().manual_seed(self.args.seed + self.state.global_step)
-        starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
-        return [*chain.from_iterable(range(start, min(start + size, n)) for start in starts)]
-
     # Batches
 
     def _rollout_of(self, items: list[BufferItem]) -> Rollout:
         """Completions are padded on the right."""
         args = self.args
         device = self.actor.device
-        pins = args.dataloader_pin_memory and device.type == "cuda"
-
-        def pad_on_device(rows: list[torch.Tensor], padding: float = 0) -> torch.Tensor:
-            values = pad_sequence(rows, batch_first=True, padding_value=padding)
-            return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
-
+        pad_on_device = partial(_pad, device=device, pins=args.dataloader_pin_memory and device.type == "cuda")
+        has_critic = self.critic is not None
         # Fields of actions, and whether the update needs them
         requirements = {"action_mask": True, "action_log_probs": True, "advantages": True}
         requirements |= {"base_action_log_probs": self.kl_coef != 0, "action_entropy": self._token_filter.is_on}
-        requirements |= {"returns": self.critic is not None, "values": self.critic is not None}
-        matrices: dict[str, torch.Tensor] = {}
-        for name, is_needed in requirements.items():
-            rows = [getattr(item, name) for item in items if getattr(item, name) is not None]
-            if len(rows) == len(items):
-                if self.critic is not None and name in ("values", "returns"):
-                    _check_values(rows, items, name)
-                # A sample's single number counts for each of its actions
-                sizes = [item.n_actions for item in items]
-                rows = [row.expand(n) if len(row) == 1 else row for row, n in zip(rows, sizes, strict=True)]
-                matrices[name] = pad_on_device([row.float() for row in rows])
-            elif is_needed:
-                raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+        requirements |= {"returns": has_critic, "values": has_critic}
+        rows_by_field = _action_rows(items, requirements, has_critic)
+        matrices = {name: pad_on_device(rows) for name, rows in rows_by_field.items()}
         for index, item in enumerate(items):
             if item.attention_mask is not None and not item.attention_mask.all():
                 raise ValueError(f"The `attention_mask` of sample {index} hides tokens between others; remove them.")
@@ -498,38 +476,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # The losses of an update's micro-batches add up to the loss of the update: their mean times their number
             status["policy_loss"] *= self.args.gradient_accumulation_steps
         return status
-
-    def _buffer_statistics(self, items: list[BufferItem], rollout: Rollout) -> dict[str, float]:
-        """
-        Returns statistics of all ranks' buffers, such as `returns_mean`. Statistics of values, advantages and returns
-        leave out samples without a reward.
-        """
-        mask = rollout.loss_mask.bool()
-        is_rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
-        local_metrics = {
-            "step_reward": torch.tensor([item.reward for item in items]),
-            "response_length": mask.sum(1),
-            "advantages": require(rollout.advantages)[is_rewarded],
-            "returns": require(rollout.values.returns)[is_rewarded],
-        }
-        divergences = [(item.info or {}).get("kl") for item in items]  # means of completions
-        if all(divergence is not None for divergence in divergences):
-            local_metrics["kl"] = torch.tensor(divergences).repeat_interleave(mask.sum(1).cpu())
-        if self.critic is not None:
-            local_metrics["values"] = require(rollout.values.old)[is_rewarded]
-        numbers = {name: values[~values.isnan()] for name, values in gather_metrics([local_metrics]).items()}
-        statistics = {name: mean(numbers[name]) for name in ("kl", "values") if name in numbers}
-        for name in ("step_reward", "response_length", "advantages", "returns"):
-            values = numbers[name]
-            if len(values):
-                moments = {"mean": mean(values), "std": standard_deviation(values)}
-                moments |= {"min": values.min().item(), "max": values.max().item()}
-                statistics |= {f"{name}_{key}": moment for key, moment in moments.items()}
-        if self.critic is not None:
-            values = numbers["values"]
-            returns = numbers["returns"]
-            statistics["explained_variance"] = explained_variance(values, returns, torch.ones_like(values)).item()
-        return statistics
 
     # Logs and checkpoints
 
@@ -599,18 +545,54 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         ids, _ = self.sampler(self.model_wrapped, prompts, step=self.state.global_step, config=config)
         return ids
 
-    def copy_average_to(self, actor: Actor) -> None:
-        """Copies the averaged weights into `actor`. Raises a `ValueError` unless `actor` is a copy of the policy."""
-        if actor.model is self.actor.model:
-            raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
-        weights = actor.model.state_dict()
-        average = self.ema.state_dict()
-        for name, value in average.items():
-            if name not in weights or weights[name].shape != value.shape:
-                raise ValueError(
-                    f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(value.shape)}."
-                )
-        actor.model.load_state_dict(average, strict=False)
+
+def copy_average(average: MovingAverage, policy: Actor, actor: Actor) -> None:
+    """Copies the averaged weights of a policy into `actor`. Raises a `ValueError` unless `actor` is a copy of it."""
+    if actor.model is policy.model:
+        raise ValueError("`ema_model` holds the policy's own weights; pass a copy.")
+    weights = actor.model.state_dict()
+    averaged = average.state_dict()
+    for name, value in averaged.items():
+        if name not in weights or weights[name].shape != value.shape:
+            raise ValueError(f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(value.shape)}.")
+    actor.model.load_state_dict(averaged, strict=False)
+
+
+def random_order(n: int, size: int, seed: int) -> list[int]:
+    """
+    Returns the indices of `n` samples in a random order of groups of `size` samples, such as `[2, 3, 0, 1]` for groups
+    of 2.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    starts = [size * i for i in torch.randperm(-(-n // size), generator=generator).tolist()]
+    return [*chain.from_iterable(range(start, min(start + size, n)) for start in starts)]
+
+
+def _pad(rows: list[torch.Tensor], padding: float = 0, *, device: torch.device, pins: bool) -> torch.Tensor:
+    values = pad_sequence(rows, batch_first=True, padding_value=padding)
+    return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
+
+
+def _action_rows(
+    items: list[BufferItem], requirements: dict[str, bool], has_critic: bool
+) -> dict[str, list[torch.Tensor]]:
+    """
+    Returns the rows of the fields of actions that all samples have, one number per action. Raises a `ValueError` if
+    samples lack a field that is required.
+    """
+    rows_by_field = {}
+    for name, is_needed in requirements.items():
+        rows = [getattr(item, name) for item in items if getattr(item, name) is not None]
+        if len(rows) == len(items):
+            if has_critic and name in ("values", "returns"):
+                _check_values(rows, items, name)
+            # A sample's single number counts for each of its actions
+            sizes = [item.n_actions for item in items]
+            rows = [row.expand(n) if len(row) == 1 else row for row, n in zip(rows, sizes, strict=True)]
+            rows_by_field[name] = [row.float() for row in rows]
+        elif is_needed:
+            raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+    return rows_by_field
 
 
 def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) -> None:
@@ -626,60 +608,3 @@ def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) 
 def _no_rewards(**kwargs):
     """The trainer's constructor requires a reward function, which training doesn't call."""
     raise RuntimeError("Rewards come from the experience maker; call `PPOTrainerVL.fit`.")
-
-
-# Metrics of samples of all ranks
-
-
-def mean(numbers: torch.Tensor | list[float]) -> float:
-    """Returns the mean of the numbers that aren't `NaN`."""
-    return torch.as_tensor(numbers, dtype=torch.float64).nanmean().item()
-
-
-def standard_deviation(numbers: torch.Tensor) -> float:
-    """Returns the population standard deviation of the numbers that aren't `NaN`."""
-    return math.sqrt(mean((numbers - mean(numbers)).square()))
-
-
-def gather_metrics(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Concatenates a metric's numbers of all batches and ranks, in float64 on the CPU. A batch may lack a metric."""
-    local: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-    for batch in batches:
-        for name, numbers in batch.items():
-            local[name].append(torch.as_tensor(numbers, dtype=torch.float64).flatten().cpu())
-    gathered = gather_object([{name: torch.cat(parts) for name, parts in local.items()}])
-    names = sorted(set().union(*gathered))
-    return {name: torch.cat([rank[name] for rank in gathered if name in rank]) for name in names}
-
-
-def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
-    """Returns means of the logged metrics over the samples of all ranks, and the standard deviation of rewards."""
-    metrics = []
-    for info in map(info_of, experiences):
-        metrics.append({name: info[name] for name in _LOGGED_INFO if name in info} | info.get("reward_metrics", {}))
-    numbers = gather_metrics(metrics)
-    means = {name: mean(values) for name, values in numbers.items()}
-    return {**means, "reward_std": standard_deviation(numbers["reward"])}
-
-
-def evaluation_logs(
-    maker: NaiveExperienceMaker,
-    batches: Iterable[list[dict[str, Any]]],
-    options: dict[str, Any],
-    surplus: Iterable[list[dict[str, Any]]],
-) -> dict[str, float]:
-    """
-    Samples and rewards completions for batches of rows. Samples completions of `surplus` batches, too, without effect.
-    Returns metrics, see [`PPOTrainerVL.evaluate`].
-    """
-    metrics = []
-    for rows in batches:
-        for samples in maker.generate_samples(rows, **options):
-            rewards, reward_metrics = maker.rewards(samples)
-            metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
-    for rows in surplus:
-        maker.generate_samples(rows, **options)
-    numbers = gather_metrics(metrics)
-    means = {f"{name}_mean": mean(values) for name, values in numbers.items()}
-    std = standard_deviation(numbers["reward"])
-    return {**means, "reward_std": std, "num_samples": len(numbers["reward"])}

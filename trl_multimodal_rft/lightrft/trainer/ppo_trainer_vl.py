@@ -29,7 +29,8 @@ from ..models.critic import Critic
 from ..strategy import OPTIONS, convert_command_line
 from ..strategy_object import Strategy
 from .experience import Experience
-from .experience_trainer import ExperienceTrainer, Rollouts, evaluation_logs, rollout_logs
+from .experience_metrics import evaluation_logs, rollout_logs
+from .experience_trainer import ExperienceTrainer, Rollouts, copy_average
 from .optimizers import check_optimizers
 from .ppo_arguments import remember_passed, resolve_arguments, take_keywords
 from .ppo_options import SAMPLING_OPTIONS, config_of, media_columns_of, rollout_sizes, rows_of
@@ -193,7 +194,7 @@ class PPOTrainerVL:
         config.eval_strategy = strategy.eval_strategy  # `config_of` set "no" for the constructor of the trainer
         self.critic = self.trainer.critic
         if ema_model is not None:
-            self.trainer.copy_average_to(ema_model)
+            copy_average(self.trainer.ema, actor, ema_model)
         if own.gradient_checkpointing:
             checkpointing_kwargs: Any = config.gradient_checkpointing_kwargs  # a dict; the config has parsed a string
             actor.gradient_checkpointing_enable(checkpointing_kwargs)
@@ -270,9 +271,7 @@ class PPOTrainerVL:
             raise ValueError("`save_strategy='best'` isn't supported; save 'steps' or 'epoch'.")
         self.eval_dataloader = eval_dataloader
         trainer.set_supervised_rows(pretrain_dataloader)
-        sizes = rollout_sizes(
-            prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes
-        )
+        sizes = rollout_sizes(prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes)
         passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (sizes.steps * sizes.per_pass)), 1)
         rollouts_per_episode = passes_per_episode * sizes.per_pass
         n_rollouts = math.ceil(run.num_train_epochs * rollouts_per_episode)
@@ -291,7 +290,7 @@ class PPOTrainerVL:
         )
         trainer.run(rollouts, consumed_samples, run.resume_from_checkpoint)
         if self.ema_model is not None:
-            trainer.copy_average_to(self.ema_model)
+            copy_average(trainer.ema, self.actor, self.ema_model)
 
     def _take_run(self, args: MultimodalPPOConfig | Namespace) -> MultimodalPPOConfig:
         """Returns the trainer's config, which takes length and intervals of the run from `args`."""
