@@ -519,8 +519,8 @@ def get_strategy(args: Namespace) -> Strategy:
         `ValueError`: If an option is unknown, isn't of its type, would train something else here, or contradicts
             another, or if the config doesn't allow them. The message names the options and the remedies.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    options: Options = DEFAULTS | given
+    passed = {name: value for name, value in vars(args).items() if value is not None}
+    options: Options = DEFAULTS | passed
     # LightRFT's command line has a coefficient even without supervised rows
     if getattr(args, "pretrain_data", "") is None:
         options.pop("ptx_coef", None)
@@ -547,8 +547,8 @@ def get_strategy(args: Namespace) -> Strategy:
         ]
         raise ValueError(text + "".join(names)) from None
     converted.log()
-    unasked = {name for name, option in converted.options_by_field.items() if option not in given}
-    if "ema_beta" not in given:
+    unasked = {name for name, option in converted.options_by_field.items() if option not in passed}
+    if "ema_beta" not in passed:
         unasked.add("ema_decay")  # `enable_ema` alone asks for no particular decay
     strategy.remember(args, {name: converted.fields[name] for name in unasked if name in converted.fields})
     return strategy
