@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ...spelling import read_settings
 from ...trainers.grpo.config import KLTarget
 from ...trainers.ppo.config import MultimodalPPOConfig, ValueLoss
+from ..option_types import check_option
 from ..strategy import OPTIONS, RULES, convert_options
 from ..strategy_object import Strategy
 
@@ -120,12 +121,15 @@ def resolve_arguments(
         `types.SimpleNamespace`: The values by the names of arguments.
 
     Raises:
-        `ValueError`: If a value that was passed contradicts one that was set in the strategy.
+        `ValueError`: If a value that was passed isn't of its type, is out of range, or contradicts one that was set in
+            the strategy.
     """
     unasked = _unasked(strategy)
     values = {}
     for name in (*_FIELDS, *_OF_COMMAND_LINE.split()):
         value = arguments[name]
+        if value is not None:
+            check_option(name, value)
         option = _option(strategy, name)
         of_strategy = option
         is_set = option is not None
