@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.lightrft_options import COMMAND_LINE, CRITIC_FREE, EXAMPLES, SHARED, strategy_of
 from helpers.trainer_utils import load, moved, saved
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoProcessor, AutoTokenizer, get_scheduler
 
@@ -263,6 +264,8 @@ def test_saved_models(tmp_path, lora_rank):
     strategy.save_model(actor, AutoTokenizer.from_pretrained(path), str(tmp_path / "actor"))
     strategy.save_model(critic, AutoTokenizer.from_pretrained(path), str(tmp_path / "critic"))
     assert type(AutoProcessor.from_pretrained(tmp_path / "actor")) is type(load("qwen2_5_vl")[1])
+    for file in (tmp_path / "actor").glob("*.safetensors"):
+        assert not [name for name in load_file(file) if "critic" in name]
     loaded = CriticVL(str(tmp_path / "critic"), bf16=False)
     assert_close(dict(loaded.named_parameters()), dict(critic.named_parameters()))
     if lora_rank == 0:

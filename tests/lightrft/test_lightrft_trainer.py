@@ -225,6 +225,10 @@ def test_keywords_contradict_fields(tmp_path):
         ({"dynamic_sampling": True}, "`dynamic_sampling` .* has no effect .*, or use `MultimodalPPOTrainer`"),
         ({"max_new_token": None}, "`max_new_token` is no option of sampling"),
         ({"use_gsp": True}, "`use_gsp` is no option"),
+        ({"save_hf_ckpt": "False"}, "`save_hf_ckpt` must be `True` or `False`, got the text 'False'"),
+        ({"buffer_cpu_offload": "no"}, "`buffer_cpu_offload` must be `True` or `False`, got the text 'no'"),
+        ({"eps_clip": -0.2}, "`eps_clip` must be at least 0"),
+        ({"prompt_max_len": 0}, "`prompt_max_len` must be at least 1"),
         ({"high_entropy_token_ratio": 0.2}, "make the actor with `high_entropy_token_ratio=0.2`"),
     ],
 )

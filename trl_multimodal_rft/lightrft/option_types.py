@@ -30,7 +30,7 @@ max_len chunk_size num_trajectories_to_save plot_every logging_steps zpg sp_size
 max_pixels
 """
 _FROM_ZERO = """
-actor_learning_rate critic_learning_rate l2 max_norm aux_loss_coef init_kl_coef eps_clip reward_clip advantage_clip
+actor_learning_rate critic_learning_rate l2 aux_loss_coef init_kl_coef eps_clip reward_clip advantage_clip
 overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem
 """
 
@@ -45,6 +45,7 @@ _NAMES_BY_TYPE: list[tuple[Any, str]] = [
     (Annotated[int, "[-1, inf)"], "limit_mm_image_per_prompt limit_mm_video_per_prompt"),
     (float, "save_steps"),
     (Annotated[float, "[0, inf)"], _FROM_ZERO),
+    (Annotated[float, "[0, inf]"], "max_norm"),
     (Annotated[float, "(0, inf)"], "num_episodes temperature fps"),
     (Annotated[float, "(0, inf]"], "value_clip"),
     (Annotated[float, "[0, 1]"], "gamma lambd high_entropy_token_ratio"),

@@ -551,9 +551,9 @@ def get_strategy(args: Namespace) -> Strategy:
         ]
         raise ValueError(text + "".join(names)) from None
     converted.log()
-    given = {name for name, value in vars(args).items() if value is not None}
-    unasked = {name for name, option in converted.options_by_field.items() if option not in given}
-    if "ema_beta" not in given:
+    passed = {name for name, value in vars(args).items() if value is not None}
+    unasked = {name for name, option in converted.options_by_field.items() if option not in passed}
+    if "ema_beta" not in passed:
         unasked.add("ema_decay")  # `enable_ema` alone asks for no particular decay
     strategy.remember(args, {name: converted.fields[name] for name in unasked if name in converted.fields})
     return strategy

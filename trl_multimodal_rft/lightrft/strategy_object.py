@@ -148,8 +148,8 @@ class Strategy(MultimodalPPOConfig):
         if self.deepspeed_plugin is not None:
             return (actor, *no_optimizer), (critic, *no_optimizer), reward_models, initial_model
         freeze(actor.model, self.freeze)
-        own = ValueSchedule(self.learning_rate, SchedulerType(self.lr_scheduler_type).value, self.warmup_steps)
-        actor_side = (actor, *self._optimizer_of(actor.model, own, max_steps))
+        schedule = ValueSchedule(self.learning_rate, SchedulerType(self.lr_scheduler_type).value, self.warmup_steps)
+        actor_side = (actor, *self._optimizer_of(actor.model, schedule, max_steps))
         critic_side = (None, *no_optimizer)
         if critic is not None:
             critic_side = (critic, *self._optimizer_of(critic, self.value_schedule, max_steps))

@@ -172,6 +172,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """If `ptx_coef` is above 0, takes the rows of the supervised loss from the dataset of a dataloader."""
         args = self.args
         if args.ptx.coef == 0:
+            self._supervised_rows = None
             return
         if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
             raise ValueError(

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from ...spelling import read_settings
 from ...trainers.grpo.config import KLTarget
 from ...trainers.ppo.config import MultimodalPPOConfig, ValueLoss
+from ..option_types import check_option
 from ..strategy import OPTIONS, RULES, convert_options
 from ..strategy_object import Strategy
 
@@ -93,11 +94,11 @@ def _unasked(strategy: MultimodalPPOConfig) -> dict[str, Any]:
 
 def _contradiction(strategy: MultimodalPPOConfig, name: str, value: Any, option: str, field: str) -> ValueError:
     """Returns the error for a value that was passed, and another one of an option or of a field."""
-    given = _option(strategy, option)
-    own = f"`{field}={getattr(strategy, field, None)!r}` of `strategy`"
-    if given is not None:
-        own = f"`{option}={given!r}` of the strategy's command line"
-    return ValueError(f"`{name}={value!r}` contradicts {own}; remove one of them.")
+    option_value = _option(strategy, option)
+    other = f"`{field}={getattr(strategy, field, None)!r}` of `strategy`"
+    if option_value is not None:
+        other = f"`{option}={option_value!r}` of the strategy's command line"
+    return ValueError(f"`{name}={value!r}` contradicts {other}; remove one of them.")
 
 
 def resolve_arguments(
@@ -120,25 +121,29 @@ def resolve_arguments(
         `types.SimpleNamespace`: The values by the names of arguments.
 
     Raises:
-        `ValueError`: If a value that was passed contradicts one that was set in the strategy.
+        `ValueError`: If a value that was passed isn't of its type, is out of range, or contradicts one that was set in
+            the strategy.
     """
     unasked = _unasked(strategy)
     values = {}
     for name in (*_FIELDS, *_OF_COMMAND_LINE.split()):
         value = arguments[name]
-        own = option = _option(strategy, name)
+        if value is not None:
+            check_option(name, value)
+        option = _option(strategy, name)
+        of_strategy = option
         is_set = option is not None
         field = name
         if name in _FIELDS:
             field, read = _FIELDS[name]
             in_field = read(getattr(strategy, field))
             is_set = is_set or in_field != read(unasked[field])
-            own = option if in_field is None and is_set else in_field
+            of_strategy = option if in_field is None and is_set else in_field
         if name in passed and not (option is not None and option == value):
-            if is_set and own != value:
+            if is_set and of_strategy != value:
                 raise _contradiction(strategy, name, value, name, field)
         elif is_set or isinstance(strategy, Strategy) and field in strategy.unasked:
-            value = own
+            value = of_strategy
         values[name] = value
     return SimpleNamespace(**values)
 
@@ -192,10 +197,10 @@ def _with_options(strategy: MultimodalPPOConfig, options: dict[str, Any]) -> Mul
         known |= {name: value for name, value in vars(strategy.args).items() if value is not None}
     changed = {}
     for name, value in options.items():
-        given = _option(strategy, name)
-        if value is None or given == value:
+        option_value = _option(strategy, name)
+        if value is None or option_value == value:
             continue
-        if given is not None and given not in RULES[name].neutral:
+        if option_value is not None and option_value not in RULES[name].neutral:
             raise _contradiction(strategy, name, value, name, name)
         changed[name] = value
     converted = convert_options(changed, known | changed)

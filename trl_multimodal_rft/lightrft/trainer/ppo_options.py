@@ -64,12 +64,6 @@ def config_of(
             f"`top_entropy_quantile` ({strategy.top_entropy_quantile}) needs entropies of the rollouts; make the "
             f"actor with `high_entropy_token_ratio={strategy.top_entropy_quantile}`."
         )
-    for name, minimum, value in (
-        ("micro_train_batch_size", 1, options["per_device_train_batch_size"]),
-        ("init_kl_coef", 0, options["beta"]),
-    ):
-        if value < minimum:
-            raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
     if reference is None or options["beta"] == 0:
         if options["kl_target"]:
             raise ValueError("`kl_target` needs a reference `initial_model` and an `init_kl_coef` above 0; pass both.")

@@ -157,7 +157,7 @@ class PPOTrainerVL:
         arguments = locals()
         if not isinstance(strategy, MultimodalPPOConfig):
             raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
-        own = resolve_arguments(strategy, arguments, self.passed)
+        taken = resolve_arguments(strategy, arguments, self.passed)
         strategy, generate_kwargs = take_keywords(strategy, generate_kwargs)
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
@@ -169,7 +169,7 @@ class PPOTrainerVL:
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
-        options = _options_of_config(strategy, own, ema_model, critic_optim)
+        options = _options_of_config(strategy, taken, ema_model, critic_optim)
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
         self.strategy = config
         self.actor = actor
@@ -179,8 +179,8 @@ class PPOTrainerVL:
             check_base_is_kept(actor.model, None, "the reference of `init_kl_coef`", "pass `initial_model`")
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
-        self.save_hf_ckpt = own.save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(own.micro_train_batch_size, own.buffer_limit, own.buffer_cpu_offload)
+        self.save_hf_ckpt = taken.save_hf_ckpt
+        self.replay_buffer = ReplayBuffer(taken.micro_train_batch_size, taken.buffer_limit, taken.buffer_cpu_offload)
         self.trainer = ExperienceTrainer(
             actor,
             config,
@@ -195,16 +195,16 @@ class PPOTrainerVL:
         self.critic = self.trainer.critic
         if ema_model is not None:
             copy_average(self.trainer.ema, actor, ema_model)
-        if own.gradient_checkpointing:
+        if taken.gradient_checkpointing:
             checkpointing_kwargs: Any = config.gradient_checkpointing_kwargs  # a dict; the config has parsed a string
             actor.gradient_checkpointing_enable(checkpointing_kwargs)
         self.experience_maker = self.trainer.make_experience_maker(
-            own.micro_rollout_batch_size,
+            taken.micro_rollout_batch_size,
             reward_model=reward_model,
             initial_model=reference,
             tokenizer=self.tokenizer,
-            prompt_max_len=own.prompt_max_len,
-            remote_rm_url=own.remote_rm_url,
+            prompt_max_len=taken.prompt_max_len,
+            remote_rm_url=taken.remote_rm_url,
             reward_fn=reward_fn,
             reward_fn_label_map=reward_fn_label_map,
             reward_recipe=reward_recipe,
@@ -270,6 +270,8 @@ class PPOTrainerVL:
         if run.save_strategy == "best":
             raise ValueError("`save_strategy='best'` isn't supported; save 'steps' or 'epoch'.")
         self.eval_dataloader = eval_dataloader
+        if pretrain_dataloader is None and isinstance(run, Strategy):
+            run.ptx_coef = 0.0  # LightRFT's command line has a coefficient even without supervised rows
         trainer.set_supervised_rows(pretrain_dataloader)
         sizes = rollout_sizes(prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes)
         passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (sizes.steps * sizes.per_pass)), 1)
@@ -508,7 +510,7 @@ def _ask_about_steps(
 
 def _options_of_config(
     strategy: MultimodalPPOConfig,
-    own: SimpleNamespace,
+    values: SimpleNamespace,
     ema_model: ActorVL | None,
     critic_optim: torch.optim.Optimizer | None,
 ) -> dict[str, Any]:
@@ -517,13 +519,13 @@ def _options_of_config(
     # An optimizer of its own makes the weight of the value loss 1
     value_weight = strategy.value_loss.coef if critic_optim is None else 1.0
     kl_target = None
-    if own.kl_target:
-        kl_target = join_settings(str(own.kl_target), {"horizon": own.kl_horizon})
+    if values.kl_target:
+        kl_target = join_settings(str(values.kl_target), {"horizon": values.kl_horizon})
     return {
-        **{field: getattr(own, name) for name, field in OPTIONS.items() if hasattr(own, name)},
+        **{field: getattr(values, name) for name, field in OPTIONS.items() if hasattr(values, name)},
         "kl_target": kl_target,
-        "vf_coef": join_settings(str(value_weight), {"cliprange": own.value_clip}),
-        "dataloader_pin_memory": own.dataloader_pin_memory,
-        "ema_decay": own.ema_beta if keeps_average else None,
-        "save_only_model": own.disable_ds_ckpt,
+        "vf_coef": join_settings(str(value_weight), {"cliprange": values.value_clip}),
+        "dataloader_pin_memory": values.dataloader_pin_memory,
+        "ema_decay": values.ema_beta if keeps_average else None,
+        "save_only_model": values.disable_ds_ckpt,
     }
