@@ -103,6 +103,9 @@ def test_equals_a_call_of_the_processor(name, form):
         columns = {"audio": [each["array"] for each in items], "sampling_rate": RATE}
     expected = processor(text=[words], return_tensors="pt", add_special_tokens=False, **columns)
     assert_same_features(encoded, expected)
+    kept = encoder_of(name, keep_decoded=True)  # for engines that run the processor themselves
+    ((_, decoded),) = kept.encode(kept.messages([Row(0, {"prompt": words, **media})])[0], 0).decoded
+    assert decoded.token_ids(processor) == processor.tokenizer(words, add_special_tokens=False)["input_ids"]
     assert processor.tokenizer.decode(encoded.input_ids).count("<|im_start|>") == words.count("<|im_start|>")
 
 
