@@ -76,9 +76,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
         strategy ([`ExperienceConfig`]):
             Options.
         remote_rm_url (`str` or `list[str]`, *optional*):
-            URLs of servers, see [`~lightrft.utils.remote_rm_fn`], or the path of a `.py` file, whose function
-            `reward_func(queries, prompts)` is run. They replace reward models, unless `reward_fn` or `reward_recipe`
-            combines all sources.
+            URLs of servers, see [`~lightrft.utils.remote_rm_fn`], or the path of a `.py` file with a function
+            `reward_func(queries, prompts)`. They replace reward models, unless a `reward_fn` or recipe combines all.
         reward_fn (`Callable`, *optional*):
             Function that combines the rewards of the other sources, if any, instead of a sum. It takes any of
             `model_reward_list` (a list of `(B,)`, maybe empty), `labels`, `queries`, `refs`, `label_map` and arguments
