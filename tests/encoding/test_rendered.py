@@ -10,6 +10,7 @@ from helpers.chats import chat as user
 from helpers.encoding import assert_same_features
 from helpers.families import FAMILIES, encode
 from helpers.trainer_utils import make_trainer, sound
+from tokenizers.processors import TemplateProcessing
 
 from trl_multimodal_rft import MultimodalDPOTrainer, MultimodalGRPOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
@@ -102,7 +103,27 @@ def test_equals_a_call_of_the_processor(name, form):
         columns = {"audio": [each["array"] for each in items], "sampling_rate": RATE}
     expected = processor(text=[words], return_tensors="pt", add_special_tokens=False, **columns)
     assert_same_features(encoded, expected)
+    kept = encoder_of(name, keep_decoded=True)  # for engines that run the processor themselves
+    ((_, decoded),) = kept.encode(kept.messages([Row(0, {"prompt": words, **media})])[0], 0).decoded
+    assert decoded.token_ids(processor) == processor.tokenizer(words, add_special_tokens=False)["input_ids"]
     assert processor.tokenizer.decode(encoded.input_ids).count("<|im_start|>") == words.count("<|im_start|>")
+
+
+def test_nothing_is_added_to_the_text():
+    """Tokenizers such as Gemma's put a token before each text, which the template has written, or was left out."""
+    model, words = FAMILIES["llava"].build()
+    start = ("<|endoftext|>", words.tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    backend = words.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
+    assert words.tokenizer("What?")["input_ids"][0] == start[1]
+    encoder = PromptEncoder(model, words, keeps_rendered=True)
+    chat = rendered("llava", user({"type": "image"}, text("What?")))
+    for written, n in ((chat, 0), (start[0] + chat, 1)):
+        row = Row(0, {"prompt": written, "image": PICTURE})
+        encoded = encoder.encode(encoder.messages([row])[0], 0)
+        assert encoded.input_ids.tolist().count(start[1]) == n
+        expected = words(text=[written], images=[PICTURE], add_special_tokens=False, return_tensors="pt")
+        assert_same_features(encoded, expected)
 
 
 def test_all_modalities_of_one_text():
@@ -263,6 +284,9 @@ def test_supervised_rows_beside_media_are_refused(name, form):
     sight = [{"role": "assistant", "content": [{"type": kind, kind: each} for kind, each in TRAINED[name].items()]}]
     with pytest.raises(MediaError, match=MESSAGE.format(4)):
         encoder.encode_preference(Row(4, {"prompt": words, "chosen": sight, "rejected": sight}))
+    answer = [{"role": "assistant", "content": "Yes."}]
+    with pytest.raises(MediaError, match=MESSAGE.format(4)):  # becomes a message as the answer is one
+        encoder.encode_sequence(Row(4, {"prompt": words, "completion": answer}))
     assert encoder.encode_sequence(Row(4, {"prompt": words, "completion": "Yes."}))
     assert encoder.encode_sequence(Row(4, {"prompt": "What?", "completion": "Yes.", **TRAINED[name]}))
 

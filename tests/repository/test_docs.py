@@ -318,7 +318,6 @@ def test_scripts_of_the_page_about_lightrft(folder, monkeypatch):
     task = {"args": args, "max_steps": 1000, "prompts_dataset": Prompts(after["rows"]), "reward_fn": length_and_sum}
     monkeypatch.setitem(sys.modules, "task", SimpleNamespace(**task))
     script = before.replace("from lightrft.", "from trl_multimodal_rft.lightrft.")
-    script = script.replace("trainer.fit(args,", "trainer.fit(strategy,")
     namespace = {}
     torch.manual_seed(0)
     exec(compile(script, str(page), "exec"), namespace)

@@ -74,7 +74,7 @@ class PromptEncoder:
         Returns the prompt of a row if it is a text that is encoded as it is: one to which the template was applied, or
         one that has placeholders and media. Returns `None` for other rows.
         """
-        text = row["prompt"]
+        text = row.get("prompt")
         if not self.keeps_rendered or not isinstance(text, str):
             return None
         prompt = read_rendered(row, row.row_index, self.ignored_media_columns, self.media_rules)

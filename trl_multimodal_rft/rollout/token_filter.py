@@ -51,8 +51,8 @@ class TokenFilter:
         """
         args = self.args
         settings = self.args.entropy_settings
-        names = ("renormalize", "rounding")
-        options = {"ratio": args.top_entropy_quantile, **{name: getattr(settings, name) for name in names}}
+        options = {"ratio": args.top_entropy_quantile, "renormalize": settings.renormalize}
+        options |= {"rounding": settings.rounding}
         if settings.scope == "sequence":
             return high_entropy_mask(entropies, mask, scope="sequence", **options)
         weights = high_entropy_mask(self.gather(entropies.detach()), self.gather(mask), **options)

@@ -82,7 +82,10 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ),
         ({"entropy_source": "other"}, "`entropy_source` must be one of 'rollout', 'current', got 'other'"),
         ({"entropy_source": "rollout(scope='other')"}, "`scope` of 'entropy_source' must be one of 'batch', 'sequ"),
-        ({"entropy_source": "rollout(scoop='batch')"}, "has no setting 'scoop', only ['scope', 'renormalize']. Did"),
+        (
+            {"entropy_source": "rollout(scoop='batch')"},
+            "has no setting 'scoop', only ['scope', 'renormalize', 'rounding']. Did",
+        ),
         ({"entropy_source": "rollout(renormalize='no')"}, "`renormalize` of 'entropy_source' must be `True` or `Fal"),
         *(
             ({"advantage_estimator": f"{name}({setting}='other')"}, f"`{setting}` of {name!r} must be one of")

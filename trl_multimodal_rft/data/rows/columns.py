@@ -95,7 +95,8 @@ def rows_to_messages(
     for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
         reader.check_prompt(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
-    become_messages = any(any(each.values()) for each in media) or not all(isinstance(p, str) for p in prompts)
+    become_messages = any(any(row_media.values()) for row_media in media)
+    become_messages = become_messages or not all(isinstance(prompt, str) for prompt in prompts)
     for reader, column, row in zip(readers, prompt_columns, rows, strict=True):
         marks.check_row(row, column, reader.row_index, ignored, becomes_messages=become_messages)
     if become_messages:

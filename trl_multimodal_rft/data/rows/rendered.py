@@ -37,8 +37,8 @@ class TemplateMarks:
         if isinstance(prompt, str) and self.are_in(prompt):
             raise MediaError(
                 f"row {row_index}, column '{column}': it looks like a chat template was applied already, as the text "
-                f"is {_ends_of(prompt)}; beside media, the trainer applies the template itself, so give the raw "
-                "messages, `[{'role': 'user', 'content': ...}]`, or the raw text"
+                f"is {_ends_of(prompt)}; beside media and messages, the trainer applies the template itself, so give "
+                "the raw messages, `[{'role': 'user', 'content': ...}]`, or the raw text"
             )
 
 

@@ -76,12 +76,12 @@ class NaiveExperienceMaker(RolloutAdvantages):
         strategy ([`ExperienceConfig`]):
             Options.
         remote_rm_url (`str` or `list[str]`, *optional*):
-            URLs of reward servers, see [`~rewards.RemoteReward`], or the path of a `.py` file whose `reward_func` is
-            loaded and run. They replace reward models, unless `reward_fn` or `reward_recipe` combines all sources.
+            URLs of servers, see [`~lightrft.utils.remote_rm_fn`], or the path of a `.py` file with a function
+            `reward_func(queries, prompts)`. They replace reward models, unless a `reward_fn` or recipe combines all.
         reward_fn (`Callable`, *optional*):
-            Function that combines the rewards of the other sources, instead of a sum. It takes any of
-            `model_reward_list` (a list of `(B,)`), `labels`, `queries`, `refs` and `label_map`, and returns rewards
-            `(B,)`, or rewards and a dictionary of metrics. Without other sources, it is a reward function as in TRL.
+            Function that combines the rewards of the other sources, if any, instead of a sum. It takes any of
+            `model_reward_list` (a list of `(B,)`, maybe empty), `labels`, `queries`, `refs`, `label_map` and arguments
+            of TRL's reward functions, and returns rewards `(B,)`, or rewards and a dictionary of metrics.
         reward_fn_label_map (`dict[str, int]`, *optional*):
             Index of each source of reward by its name; models come before servers.
         reward_recipe (`dict`, *optional*):
@@ -259,8 +259,8 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             all_prompts (`str` or `list`):
-                Each prompt is text with its template applied, or messages, or a row: a dictionary with a `prompt`
-                (text or messages), media columns as in the trainers' datasets, and columns for reward functions.
+                Each prompt is text with its template and placeholders, or messages, or a row: a dictionary with a
+                `prompt` (text or messages), media columns as in datasets, and columns for reward functions.
             generate_kwargs:
                 Options of generation, such as `max_new_tokens`; by default without `top_k` and `top_p`.
 
@@ -268,7 +268,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             `list[Samples]`: Batches of `micro_rollout_batch_size` samples. The last batch may have fewer.
 
         Raises:
-            `ValueError`: If an option is unknown, or if a prompt is too long or holds placeholders without media.
+            `ValueError`: If an option is unknown, if a prompt is too long, or if placeholders and media don't match.
         """
         check_generation_options(generate_kwargs)
         if isinstance(all_prompts, str):

@@ -132,20 +132,22 @@ class RewardSources:
                 refs_of_samples.append(read_rendered(row, index, self.ignored_media_columns, rules).refs)
             else:
                 refs_of_samples.append([*iter_refs(read_messages(row["prompt"], "prompt", index, rules))])
-        images: dict[int, Any] = {}  # by the `id` of a file or an object, which the samples of a prompt share
+        # By the `id` of a file or an object, which the samples of a prompt share, and the options of its block
+        images: dict[tuple[int, str], Any] = {}
         encode = base64_encoder(_SAMPLING_RATE)
         media: dict[str, list] = {}
         for modality in MODALITIES:
             lists: list[list | None] = []
             for refs in refs_of_samples:
-                own = [ref for ref in refs if ref.modality == modality]
+                refs_of_modality = [ref for ref in refs if ref.modality == modality]
                 if modality == "image":
-                    for ref in own:
-                        if id(ref.source) not in images:
-                            images[id(ref.source)] = load_image(ref)
-                    lists.append([images[id(ref.source)] for ref in own] or None)
+                    keys = [(id(ref.source), str(ref.options)) for ref in refs_of_modality]
+                    for key, ref in zip(keys, refs_of_modality, strict=True):
+                        if key not in images:
+                            images[key] = load_image(ref)
+                    lists.append([images[key] for key in keys] or None)
                 else:
-                    lists.append([encode(ref) for ref in own])
+                    lists.append([encode(ref) for ref in refs_of_modality])
             if any(lists):
                 media[f"{modality}s"] = lists
         return media

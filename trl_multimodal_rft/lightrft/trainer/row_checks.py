@@ -19,7 +19,7 @@ class RowChecks:
         self.ignored = ignored  # media columns that no prompt gets
         self.model_modalities = model_modalities
         self.has_had_media = False
-        self.known: set[frozenset[str]] = set()  # sets of filled columns
+        self.checked_columns: set[frozenset[str]] = set()  # sets of filled columns
 
     def note(self, prompts: Sequence[EncodedPrompt]) -> None:
         """Notes whether prompts of checked rows have media."""
@@ -31,7 +31,7 @@ class RowChecks:
         for row in rows:
             filled = frozenset(name for name, value in row.items() if not is_empty(value))
             rows_by_columns.setdefault(filled, []).append(row)
-        new = {filled: group for filled, group in rows_by_columns.items() if filled not in self.known}
+        new = {filled: group for filled, group in rows_by_columns.items() if filled not in self.checked_columns}
         if not new:
             return []
         takes = self.model_modalities
@@ -44,5 +44,5 @@ class RowChecks:
             for group in new.values():
                 name = f"Row {group[0].row_index} of a batch"
                 of_groups.append(check_columns(group, name, self.ignored, dataset_part="some", model_modalities=takes))
-        self.known.update(new)
+        self.checked_columns.update(new)
         return [*filter(None, of_groups)] or [*filter(None, [warning])]
