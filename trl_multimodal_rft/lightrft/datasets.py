@@ -3,9 +3,10 @@
 
 import ast
 import logging
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 from torch.utils.data import Dataset
@@ -29,7 +30,7 @@ def blending_datasets(
     seed: int = 42,
     max_count: int = 5_000_000,
     return_eval: bool = True,
-    stopping_strategy: str = "first_exhausted",
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
     train_split: str = "train",
     eval_split: str = "test",
 ) -> datasets.Dataset | tuple[datasets.Dataset, datasets.Dataset]:
@@ -85,7 +86,12 @@ def blending_datasets(
     return (blended, _blend(held_out, shares, seed, stopping_strategy)) if return_eval else blended
 
 
-def _blend(parts: list[datasets.Dataset], shares: list[float], seed: int, stopping_strategy: Any) -> datasets.Dataset:
+def _blend(
+    parts: list[datasets.Dataset],
+    shares: list[float],
+    seed: int,
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"],
+) -> datasets.Dataset:
     if len(parts) == 1:
         return parts[0]
     return datasets.interleave_datasets(parts, shares, seed, stopping_strategy=stopping_strategy)
@@ -132,7 +138,7 @@ class PromptDatasetVL(Dataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase | None,
         processor: ProcessorMixin | PreTrainedTokenizerBase,
         max_length: int | None,
@@ -219,7 +225,7 @@ def _only(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
-def _label(row: Mapping[str, Any], args: Any) -> Any:
+def _label(row: Mapping[str, Any], args: Namespace) -> Any:
     key = getattr(args, "label_key", None) or "label"
     if row.get(key) is not None:
         return row[key]
@@ -250,20 +256,20 @@ class SFTDatasetVL(Dataset):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: datasets.Dataset | Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase | None,
-        processor: Any = None,
-        max_length: Any = None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase | int | None = None,
+        max_length: int | Strategy | None = None,
         strategy: Strategy | None = None,
         input_template: str | None = None,
         pretrain_mode: bool = False,
     ):
-        if strategy is None:
-            strategy = max_length  # without a processor, the arguments behind it move
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"`strategy` must be that of `get_strategy`, got {type(strategy).__name__}.")
+        # Without a processor, the arguments behind it move
+        own_strategy = max_length if strategy is None else strategy
+        if not isinstance(own_strategy, Strategy):
+            raise TypeError(f"`strategy` must be that of `get_strategy`, got {type(own_strategy).__name__}.")
         self.dataset = dataset
-        self.args = strategy.args
+        self.args = own_strategy.args
         self.input_template = None if pretrain_mode else input_template
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -26,6 +26,7 @@ from .models.actor import Actor
 from .models.critic import Critic
 
 
+Model = TypeVar("Model")  # a model, or a model with its optimizer and schedule
 Side = tuple[nn.Module | None, Optimizer | None, LRScheduler | None]  # a model, its optimizer and its schedule
 
 
@@ -104,15 +105,15 @@ class Strategy(MultimodalPPOConfig):
     def get_ds_eval_config(self, offload: bool = False) -> None:
         """Returns `None`, see [`get_ds_train_config`]."""
 
-    def prepare(self, *models: Any, is_rlhf: bool = False) -> Any:
+    def prepare(self, *models: Model, is_rlhf: bool = False) -> Model | list[Model]:
         """Returns the model, or a list of several: the trainer prepares them."""
         return models[0] if len(models) == 1 else [*models]
 
-    def prepare_model(self, model: Any, is_training: bool = False, shard_size: int = -1) -> Any:
+    def prepare_model(self, model: Model, is_training: bool = False, shard_size: int = -1) -> Model:
         """Returns the model, which the trainer prepares."""
         return model
 
-    def offload_model(self, model: Any, empty_cache: bool = True) -> None:
+    def offload_model(self, model: nn.Module | None, empty_cache: bool = True) -> None:
         """Does nothing: models stay where they are."""
 
     def setup_inference_engine(self, args: Namespace, engine_type: str = "vllm", actor: Actor | None = None) -> None:
@@ -122,7 +123,7 @@ class Strategy(MultimodalPPOConfig):
         self,
         actor: Actor,
         critic: Critic | None,
-        reward_models: Any,
+        reward_models: nn.Module | list[nn.Module] | None,
         initial_model: Actor | None,
         args: Namespace,
         max_steps: int,
@@ -253,14 +254,14 @@ class Strategy(MultimodalPPOConfig):
                 tokenizer.save_pretrained(output_dir)
         PartialState().wait_for_everyone()
 
-    def save_ckpt(self, *args: Any, **kwargs: Any) -> None:
+    def save_ckpt(self, *args: nn.Module | str, **kwargs: float | str | dict[str, Any] | None) -> None:
         """Raises a `NotImplementedError`: [`PPOTrainerVL.fit`] saves checkpoints, by `save_steps`."""
         raise NotImplementedError(
             "A checkpoint holds policy, critic, optimizers and states of a run together; set `save_steps`, by which "
             "`fit` saves them in `save_path`."
         )
 
-    def load_ckpt(self, *args: Any, **kwargs: Any) -> None:
+    def load_ckpt(self, *args: nn.Module | str, **kwargs: Optimizer | LRScheduler | str | None) -> None:
         """Raises a `NotImplementedError`: [`PPOTrainerVL.fit`] resumes, by `load_checkpoint`."""
         raise NotImplementedError(
             "A checkpoint holds policy, critic, optimizers and states of a run together; set `load_checkpoint`, by "

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from accelerate import skip_first_batches
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import set_seed
 from datasets import Dataset
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ...data.rows.batches import EndlessRows
@@ -211,8 +213,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self._tr_loss = torch.tensor(0.0, device=args.device)
         self.model_wrapped.zero_grad()
 
-    def _prepare_for_training(self, max_steps, *args):
-        prepared = super()._prepare_for_training(max(max_steps, 1), *args)
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader | None, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader | None]:
+        prepared = super()._prepare_for_training(max(max_steps, 1), train_dataloader, resume_from_checkpoint)
         self.is_prepared = True
         return prepared
 
@@ -241,7 +245,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     def get_train_dataloader(self):
         return self.accelerator.prepare_data_loader(self._rollouts.prompts, device_placement=False)
 
-    def set_initial_training_values(self, args, dataloader, *other_sizes):
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: DataLoader, *other_sizes: int
+    ) -> tuple[int, int, int, int, int, int | None, int]:
         """Counts in rollouts and episodes. Without a limit on episodes, the number of steps ends the run."""
         rollouts = self._rollouts
         step_size = self.get_total_train_batch_size(args)
@@ -255,8 +261,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             rollouts.max_steps,
         )
 
-    def _init_training_state(self, max_steps, steps_per_epoch, n_epochs, *args):
-        epochs = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, *args)
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, n_epochs: int, resume_from_checkpoint: str | None, trial: None
+    ) -> tuple[int, int]:
+        epochs = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, resume_from_checkpoint, trial)
         self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)  # `n_epochs` has no limit
         return epochs
 
@@ -265,7 +273,15 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             set_seed(self.args.seed)
             return super()._fingerprints()
 
-    def _run_epoch(self, model, epoch, train_dataloader, resume_from_checkpoint=None, epochs_trained=0, **kwargs):
+    def _run_epoch(
+        self,
+        model: nn.Module,
+        epoch: int,
+        train_dataloader: DataLoaderShard,
+        resume_from_checkpoint: str | None = None,
+        epochs_trained: int = 0,
+        **sizes: float | None,
+    ) -> None:
         """Runs the rollouts of an episode, or those that are left of it. Each pass over the prompts has an order."""
         rollouts = self._rollouts
         checkpoint = resume_from_checkpoint if epoch == epochs_trained else None

@@ -21,6 +21,7 @@ from ..strategy_object import Strategy
 
 
 Constructor = TypeVar("Constructor", bound=Callable)
+Value = TypeVar("Value")
 
 
 def remember_passed(constructor: Constructor) -> Constructor:
@@ -41,21 +42,21 @@ def remember_passed(constructor: Constructor) -> Constructor:
 # Values in fields of the config
 
 
-def _clip_range(vf_coef: Any) -> float | None:
+def _clip_range(vf_coef: float | str) -> float | None:
     return read_settings(ValueLoss, "vf_coef", vf_coef).cliprange
 
 
-def _target(kl_target: Any) -> float | None:
+def _target(kl_target: float | str | None) -> float | None:
     return None if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).value
 
 
-def _horizon(kl_target: Any) -> int | None:
+def _horizon(kl_target: float | str | None) -> int | None:
     """Returns `None` for the default, which nobody need have asked for."""
     horizon = KLTarget.horizon if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).horizon
     return None if horizon == KLTarget.horizon else horizon
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: Value) -> Value:
     return value
 
 
@@ -92,7 +93,9 @@ def _unasked(strategy: MultimodalPPOConfig) -> dict[str, Any]:
     return defaults | (strategy.unasked if isinstance(strategy, Strategy) else {})
 
 
-def _contradiction(strategy: MultimodalPPOConfig, name: str, value: Any, option: str, field: str) -> ValueError:
+def _contradiction(
+    strategy: MultimodalPPOConfig, name: str, value: float | str | None, option: str, field: str
+) -> ValueError:
     """Returns the error for a value that was passed, and another one of an option or of a field."""
     option_value = _option(strategy, option)
     other = f"`{field}={getattr(strategy, field, None)!r}` of `strategy`"
