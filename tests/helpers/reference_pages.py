@@ -297,7 +297,7 @@ TRAINER = [
     Row(
         "`fit`",
         "trainer.ppo_trainer_vl:PPOTrainerVL.fit",
-        "samples fill whole updates",
+        "a run of the trainer's `train`; samples fill whole updates",
         "reference_updates.killed_script_resumes_bit_for_bit",
     ),
     Row("`ppo_train`", "trainer.ppo_trainer_vl:PPOTrainerVL.ppo_train", "same", "ppo_reference.ppo_train"),

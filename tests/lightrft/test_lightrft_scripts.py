@@ -5,8 +5,11 @@ names in their imports. They need `pip install mathruler librosa easydict`.
 """
 
 import ast
+import importlib
+import inspect
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,11 @@ from helpers.folders import TESTS
 from helpers.processes import python_command, python_environment
 from helpers.trainer_utils import image_rows, saved
 from safetensors.torch import load_file
-from transformers import AutoProcessor
+from transformers import AutoProcessor, GenerationConfig
+
+from trl_multimodal_rft.lightrft import Actor, Critic, PPOTrainerVL
+from trl_multimodal_rft.lightrft.strategy import RULES
+from trl_multimodal_rft.lightrft.strategy_object import Strategy
 
 
 pytestmark = [
@@ -114,3 +121,38 @@ def test_sounds(script, tmp_path):
         rows.append({"prompt": [{"role": "user", "content": content}], "audio_path": str(path), "reference": "two"})
     keys = "--input_key prompt --reference_key reference --label_key label".split()
     run(script, saved("qwen2_audio"), Dataset.from_list(rows), tmp_path, *keys, *METHODS["grpo"])
+
+
+# Scripts of reinforcement learning and of reward models, and names in them that can't stay, see docs/from_lightrft.md
+LINES = {
+    "gsm8k_geo3k/train_colocate.py": set(),
+    "r1_aqa/train_colocate.py": set(),  # without the two calls above
+    "grm_vl_rl/train_colocate.py": {"RFTDatasetVL"},
+    "srm_training/train_srm_vl.py": {"RankDatasetVL", "ScalarRewardModelVL", "SRMTrainerVL", "prepare_reward_model"},
+    "srm_training/train_srm_al.py": {"RankDatasetAL", "ScalarRewardModelAL", "SRMTrainerAL", "prepare_reward_model"},
+    "grm_training/train_grm_vl.py": {"GRMDataset", "GenerativeRewardModelVL", "GRMTrainerVL", "prepare_reward_model"},
+}
+CALLED = {"Actor": Actor, "SPMDPPOTrainerVL": PPOTrainerVL, "CriticVL": Critic}
+
+
+def missing_names(tree: ast.Module) -> set[str]:
+    """Returns names that a script imports or reads of its strategy, and keywords of its calls, that there aren't."""
+    missing = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightrft"):
+            module = None
+            with suppress(ModuleNotFoundError):
+                module = importlib.import_module(f"trl_multimodal_rft.{node.module}")
+            missing |= {alias.name for alias in node.names if not hasattr(module, alias.name)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "strategy":
+            missing |= set() if hasattr(Strategy, node.attr) else {node.attr}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in CALLED:
+            taken = {*inspect.signature(CALLED[ast.unparse(node.func)]).parameters, *vars(GenerationConfig()), *RULES}
+            missing |= {str(each.arg) for each in node.keywords} - taken - {"reward_tokenizers", "normalize_reward"}
+    return missing
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_names_that_cannot_stay(name):
+    tree = ast.parse(Path(os.environ["LIGHTRFT"], "examples", name).read_text())
+    assert missing_names(tree) == LINES[name]
