@@ -1,17 +1,48 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """PPO with LightRFT's interface that samples from vLLM, colocated and from a server."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 import vllm_cpu
 from helpers.engine_runs import Recorded
 from helpers.ppo_runs import critic_of
+from helpers.samplers import Wrapped
 from helpers.trainer_utils import image_rows, length_and_sum, load, saved
 from omni import load_omni, omni_rows
 from torch.utils.data import DataLoader
 
 from trl_multimodal_rft import MultimodalPPOConfig
 from trl_multimodal_rft.lightrft import ActorOmni, ActorVL, PPOTrainerVL
+from trl_multimodal_rft.lightrft.strategy import get_strategy
+
+
+class Compared(Wrapped):
+    """Compares log-probabilities of the engine with those of the policy's forward."""
+
+    def __init__(self, trainer, differences):
+        super().__init__(trainer)
+        self.differences = differences
+
+    def __call__(self, model, prompts, **options):
+        completions, logps = super().__call__(model, prompts, **options)
+        for prompt, ids, engine_logps in zip(prompts, completions, logps, strict=True):
+            own = Recorded._own_logps(self.trainer, prompt, torch.tensor(ids))
+            self.differences.append((own - torch.tensor(engine_logps)).abs().max().item())
+        return completions, logps
+
+
+class Counted(Wrapped):
+    """Notes the lengths of prompts."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        self.lengths = []
+
+    def __call__(self, model, prompts, **options):
+        self.lengths += map(len, prompts)
+        return super().__call__(model, prompts, **options)
 
 
 def trained(folder, actor, processor, critic, rows, own_positions=True, **options):
@@ -41,18 +72,9 @@ def trained(folder, actor, processor, critic, rows, own_positions=True, **option
         reward_fn=length_and_sum,
         max_new_tokens=5,
     )
-    differences: list[float] = []
-    sample = ppo.trainer.sampler
     ppo.trainer.own_positions = own_positions
-
-    def compared(model, prompts, **arguments):
-        completions, logps = sample(model, prompts, **arguments)
-        for prompt, ids, engine_logps in zip(prompts, completions, logps, strict=True):
-            own = Recorded._own_logps(ppo.trainer, prompt, torch.tensor(ids))
-            differences.append((own - torch.tensor(engine_logps)).abs().max().item())
-        return completions, logps
-
-    ppo.trainer.sampler = compared
+    differences: list[float] = []
+    ppo.trainer.sampler = Compared(ppo.trainer, differences)
     ppo.fit(strategy, DataLoader(rows, batch_size=2, collate_fn=list), None)
     assert ppo.trainer.state.global_step == 2 and len(differences) == 8
     return ppo, differences
@@ -70,6 +92,36 @@ def test_completions_come_from_the_colocated_engine(tmp_path):
     assert len(differences) == 8 + 4
     ppo.experience_maker.sample_with_engine = None
     assert ppo.evaluate(batches, 2) == pytest.approx(greedy)  # as the policy's own greedy completions
+
+
+def test_engine_and_prompts_of_a_command_line(tmp_path):
+    """LightRFT's `engine_type`, and prompts with their template, whose placeholder the engine's prompt has once."""
+    processor = load("qwen2_5_vl")[1]
+    args = Namespace(
+        **{"save_path": str(tmp_path), "advantage_estimator": "rloo", "n_samples_per_prompt": 2, "bf16": False},
+        **{"micro_train_batch_size": 4, "train_batch_size": 4, "rollout_batch_size": 2, "num_episodes": 1},
+        **{"engine_type": "vllm", "enable_engine_sleep": False, "engine_tp_size": 1, "init_kl_coef": 0.0},
+    )
+    strategy = get_strategy(args)
+    strategy.use_cpu = not torch.cuda.is_available()
+    strategy.vllm_engine_kwargs = {**vllm_cpu.ENGINE, "max_model_len": 512}
+    content = [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rows = [(text, [row["image"]], "a cat", "rule") for row in image_rows(4)]
+    ppo = PPOTrainerVL(
+        *(strategy, ActorVL(saved("qwen2_5_vl"), bf16=False), *(None,) * 8),
+        processor=processor,
+        prompt_max_len=512,
+        reward_fn=length_and_sum,
+        max_new_tokens=5,
+    )
+    ppo.trainer.sampler = Counted(ppo.trainer)
+    batches = DataLoader(rows, batch_size=2, collate_fn=lambda rows: tuple(map(list, zip(*rows, strict=True))))
+    ppo.fit(args, batches, None)
+    assert ppo.trainer.state.global_step == 2
+    expected = [len(processor(text=[text], images=[images])["input_ids"][0]) for text, images, *_ in rows]
+    assert ppo.trainer.sampler.lengths == [length for length in expected for _ in range(2)]
 
 
 @pytest.mark.slow
