@@ -471,4 +471,5 @@ def test_rows_become_messages_once(rows, monkeypatch):
     objects = {"model": model, "processing_class": processor}
     trainer = run(trainer_class("grpo"), FAMILY, rows(), objects=objects, max_steps=2).trainer
     assert trainer.batches and len(placed) == 4 and set(placed.values()) == {1}
-    assert rendered["n"] == walked["whole"] == 4
+    assert walked["whole"] == 4
+    assert rendered["n"] == 4 + 3  # three texts tell the marks of the template

@@ -26,7 +26,7 @@ from lightrft.test_ppo_reference import (
     strategy,
 )
 from lightrft.test_reference_updates import saved_weights
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalPPOTrainer
@@ -49,7 +49,7 @@ reporting/hub.py reporting/model_card.py
 # Methods of the loop over a dataset and of the evaluation, in whose place are `fit`'s batches and its `evaluate`
 OWN_LOOP = """
 BaseTrainer.get_eval_dataloader BaseTrainer.get_train_dataloader CallbackHandler.on_prediction_step
-CompactLogCallback.on_prediction_step Trainer._determine_best_metric Trainer._evaluate Trainer._get_learning_rate
+CompactLogCallback.on_prediction_step Trainer._evaluate Trainer._get_learning_rate
 Trainer._get_num_items_in_batch Trainer._maybe_log_save_evaluate Trainer._report_to_hp_search Trainer._run_epoch
 Trainer._track_num_input_tokens Trainer.evaluate Trainer.evaluation_loop Trainer.floating_point_ops
 Trainer.get_batch_samples Trainer.num_examples Trainer.set_initial_training_values
@@ -149,9 +149,9 @@ def prepared(folder, estimator="gae", reward_fn=length_and_sum, **config):
         reward_fn=reward_fn,
     )
 
-    def run():
+    def run(consumed_samples=0):
         torch.manual_seed(0)
-        ppo.fit(ppo.strategy, loader(image_rows(4), shuffle=True), None)
+        ppo.fit(ppo.strategy, loader(image_rows(4), shuffle=True), None, None, consumed_samples)
         return end_of(ppo, ema)
 
     return run
@@ -241,7 +241,8 @@ def test_damaged_checkpoints(fault, straight, output, caplog):
     assert fault in str(raised.value) and "\n" not in str(raised.value)
     with caplog.at_level(logging.WARNING):
         assert_equal(end, prepared(output, estimator, resume_from_checkpoint=True)())
-    assert "Passed over: " in caplog.text and "has changed since" not in caplog.text
+    assert "Passed over: " in caplog.text
+    assert "has changed since" not in caplog.text and "no prompt has media" not in caplog.text
 
 
 def test_what_a_resumed_run_is_asked(straight, output, caplog):
@@ -275,6 +276,68 @@ def test_states_of_other_optimizers():
         TwoOptimizers(torch.optim.SGD(policy), torch.optim.RMSprop(critic)).load_state_dict(saved_state)
     with pytest.raises(ValueError, match="The checkpoint's optimizer isn.t a Adagrad: it has no `fused`"):
         TwoOptimizers(torch.optim.AdamW(policy), torch.optim.Adagrad(critic)).load_state_dict(saved_state)
+
+
+def test_a_resumed_run_skips_what_the_run_skipped(tmp_path):
+    """A run that leaves out its first prompts is as long after resuming, whatever the call then says."""
+    ends = []
+    for folder, consumed in (("whole", [4]), ("resumed", [4, 4]), ("otherwise", [4, 0])):
+        for index, n in enumerate(consumed):
+            run = prepared(tmp_path / folder, "group_norm", resume_from_checkpoint=index > 0)
+            end = run(n)
+            if len(consumed) > index + 1:
+                shutil.rmtree(tmp_path / folder / "checkpoint-4")
+        ends.append(end)
+    assert ends[0]["rollouts"][0] == {"consumed_samples": 8}
+    for end in ends[1:]:
+        assert_equal(ends[0], end)
+    for n in (-2, 8, 100):
+        with pytest.raises(
+            ValueError, match=f"`consumed_samples` .{n}. must be at least 0, and less than the run's 8"
+        ):
+            prepared(tmp_path / "refused", "group_norm")(n)
+
+
+def test_checkpoints_of_others(tmp_path):
+    """One of a loop of one's own goes on, and one of another trainer is an error of one line."""
+    ppo = make(tmp_path, config={"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2})
+    for step in (1, 2):
+        ppo.save_logs_and_checkpoints(ppo.strategy, step, None)
+    ppo = make(tmp_path, config={"num_train_epochs": 2, "resume_from_checkpoint": True, "learning_rate": 1e-2})
+    ppo.fit(ppo.strategy, loader(image_rows(4)), None)
+    assert ppo.trainer.state.global_step == 4
+    options = {"max_steps": 1, "save_steps": 1, "max_completion_length": 6, "advantage_estimator": "group_norm"}
+    trainer = MultimodalPPOTrainer(
+        load("qwen2_5_vl")[0],
+        length_and_sum,
+        strategy(tmp_path / "native", self_check=False, save_strategy="steps", **options),
+        image_rows(4),
+        processing_class=load("qwen2_5_vl")[1],
+    )
+    trainer.train()
+    config = {"advantage_estimator": "group_norm", "resume_from_checkpoint": True, "num_train_epochs": 2}
+    ppo = make(tmp_path / "native", config=config)
+    with pytest.raises(ValueError, match="The checkpoint is of a `MultimodalPPOTrainer`"):
+        ppo.fit(ppo.strategy, loader(image_rows(4)), None)
+
+
+def test_loops_of_ones_own_with_default_options(tmp_path, capsys):
+    """Progress bars of `train` aren't asked, and the number of steps isn't known."""
+    ppo = make(tmp_path, config={"advantage_estimator": "group_norm", "disable_tqdm": False, "logging_steps": 1})
+    for experience in ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs):
+        ppo.replay_buffer.append(experience)
+    status = ppo.ppo_train(0)
+    ppo.save_logs_and_checkpoints(ppo.strategy, 1, None, status)
+    assert ppo.trainer.state.global_step == 1 and "/9223372036854775807" not in capsys.readouterr().out
+
+
+def test_the_best_step_is_noted(tmp_path):
+    stops = EarlyStoppingCallback(1)
+    config = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_num_samples"}
+    ppo = make(tmp_path, config={**config, "advantage_estimator": "group_norm", "num_train_epochs": 4})
+    ppo.trainer.add_callback(stops)
+    ppo.fit(ppo.strategy, loader(image_rows(4)), None, loader(image_rows(1)))
+    assert ppo.trainer.state.best_metric == 1 and ppo.trainer.state.global_step == 2
 
 
 def test_one_run_in_a_folder(tmp_path):

@@ -51,6 +51,8 @@ def template_marks(processor: Processor, template_kwargs: dict[str, Any]) -> Tem
     """Returns the marks of a processor's chat template, none if it has no template or writes no text."""
     if not has_template(processor, template_kwargs):
         return NO_MARKS
+    if family_of_processor(processor).takes_base64_audio:  # mistral-common's templates write ids, no text
+        return TemplateMarks(tuple(token for token in control_tokens(tokenizer_of(processor)) if "INST]" in token))
     is_processor = isinstance(processor, ProcessorMixin)
     chat = [
         {"role": role, "content": [{"type": "text", "text": text}] if is_processor else text}

@@ -23,7 +23,7 @@ from ..data.reading.decoding import encoded_source
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..data.reading.sources import join_media_dir
 from ..data.rows.rendered import RenderedPrompt
-from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of
+from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of, family_of_processor
 from ..versions import is_torchcodec_usable
 from ..views.views import View
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs, with_budgets
@@ -288,6 +288,11 @@ def encode_prompt(
     """
     processor_options = {}
     if isinstance(messages, RenderedPrompt):
+        if family_of_processor(processor).takes_base64_audio:
+            raise MediaError(
+                f"{of_row(row)}column 'prompt': a chat template was applied to its text, which mistral-common can't "
+                "take beside audio; give the raw messages"
+            )
         messages.check_placeholders(text_placeholders(model, processor), row or 0)
         template_kwargs = {**(template_kwargs or {}), **VERBATIM, "continuation": messages.text}
         processor_options = {"add_special_tokens": False}  # the template has written them

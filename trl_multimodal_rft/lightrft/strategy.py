@@ -128,6 +128,8 @@ def _shift(value: bool, options: Options) -> dict[str, Any]:
 
 def _divergence(coef: float, options: Options) -> dict[str, Any]:
     """Puts the KL divergence into the rewards, or with `use_kl_loss` into the loss."""
+    if options.get("kl_estimator") is not None:
+        check_choice("`kl_estimator`", options["kl_estimator"], ("k1", "k2", "k3"))
     if coef == 0:
         return {"beta": 0.0}
     # LightRFT has two names for k3
@@ -239,6 +241,8 @@ def _freezing_steps(value: int, options: Options) -> dict[str, Any]:
 def _save_steps(value: float, options: Options) -> dict[str, Any]:
     if value <= 0 or value == math.inf:
         return {"save_strategy": "no"}
+    if value != int(value):
+        raise ValueError(f"`save_steps={value}` must be a whole number of rollouts, -1 or infinite.")
     return {"save_strategy": "steps", "save_steps": _in_steps(int(value), options)}
 
 

@@ -3,6 +3,7 @@
 
 import math
 import re
+import sys
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -265,7 +266,8 @@ class CompactLogCallback(TrainerCallback):
     ) -> None:
         values = values or {}
         if self._table is None:
-            step = f"step {state.global_step}/{state.max_steps}" if state.max_steps else "evaluation"
+            total = f"/{state.max_steps}" if state.max_steps < sys.maxsize else ""  # a loop of one's own has no end
+            step = f"step {state.global_step}{total}" if state.max_steps else "evaluation"
             first_value, *other_values = [f"{name} {value}" for name, value in values.items()] or [""]
             labelled_value = [f"{label} {first_value}".strip()] if label or first_value else []
             print_above_bars(" | ".join([step, *labelled_value, *other_values, *times]))

@@ -29,14 +29,16 @@ def fingerprint(dataset: Rows | torch.utils.data.Dataset | None, media_dir: str 
     """
     if isinstance(dataset, IterableDataset):
         return {"columns": dataset.column_names and sorted(dataset.column_names)}
-    if dataset is None or not hasattr(dataset, "__len__"):
+    inner = getattr(dataset, "dataset", None)
+    if inner is not None and not isinstance(dataset, Dataset):  # a wrapper, which may make rows at random
+        return fingerprint(inner, media_dir)
+    if not isinstance(dataset, (Dataset, list, tuple)):
         return {}
-    rows: Any = dataset
     # The step between rows is rounded up, and 1 for an empty dataset
-    row_indices = [*range(0, len(rows), -(-len(rows) // _N_ROWS) or 1)]
+    row_indices = [*range(0, len(dataset), -(-len(dataset) // _N_ROWS) or 1)]
     if not isinstance(dataset, Dataset):
-        checksums = {str(i): _checksum(_bytes_of(rows[i], media_dir or "")) for i in row_indices}
-        return {"rows": len(rows), "columns": None, "checksums": checksums}
+        checksums = {str(i): _checksum(_bytes_of(dataset[i], media_dir or "")) for i in row_indices}
+        return {"rows": len(dataset), "columns": None, "checksums": checksums}
     columns = sorted(dataset.column_names)
     table = cast(pa.Table, dataset.with_format("arrow")[row_indices])
     checksums = {}
@@ -86,9 +88,12 @@ def _bytes_of(value: Any, media_dir: str) -> Iterator[bytes]:
             yield from _bytes_of(item, media_dir)
     elif isinstance(value, PIL.Image.Image):
         yield from (repr((value.mode, value.size)).encode(), value.tobytes())
-    elif isinstance(value, (np.ndarray, torch.Tensor)):
-        array = np.asarray(value)
-        yield from (repr((array.dtype, array.shape)).encode(), array.tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield from _bytes_of(value.tolist(), media_dir)
+    elif isinstance(value, np.ndarray):
+        yield from (repr((value.dtype, value.shape)).encode(), value.tobytes())
+    elif isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        yield from _bytes_of(value.detach().cpu().float().numpy(), media_dir)
     elif isinstance(value, bytes):
         yield from (repr(len(value)).encode(), value)
     elif isinstance(value, str):

@@ -34,6 +34,8 @@ def gather_metrics(batches: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]
     local: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for batch in batches:
         for name, numbers in batch.items():
+            if isinstance(numbers, (list, tuple)):
+                numbers = [math.nan if number is None else number for number in numbers]
             local[name].append(torch.as_tensor(numbers, dtype=torch.float64).flatten().cpu())
     gathered = gather_object([{name: torch.cat(parts) for name, parts in local.items()}])
     names = sorted(set().union(*gathered))
@@ -77,7 +79,7 @@ def rollout_logs(experiences: list[Experience]) -> dict[str, float]:
     """Returns means of the logged metrics over the samples of all ranks, and the standard deviation of rewards."""
     metrics = []
     for info in map(info_of, experiences):
-        metrics.append({name: info[name] for name in _LOGGED_INFO if name in info} | info.get("reward_metrics", {}))
+        metrics.append(info.get("reward_metrics", {}) | {name: info[name] for name in _LOGGED_INFO if name in info})
     numbers = gather_metrics(metrics)
     means = {name: mean(values) for name, values in numbers.items()}
     return {**means, "reward_std": standard_deviation(numbers["reward"])}
@@ -97,7 +99,7 @@ def evaluation_logs(
     for rows in batches:
         for samples in maker.generate_samples(rows, **options):
             rewards, reward_metrics = maker.rewards(samples)
-            metrics.append({"reward": rewards, "response_length": samples.response_length, **reward_metrics})
+            metrics.append({**reward_metrics, "reward": rewards, "response_length": samples.response_length})
     for rows in surplus:
         maker.generate_samples(rows, **options)
     numbers = gather_metrics(metrics)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import skip_first_batches
+from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -23,14 +22,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
 from transformers import GenerationConfig, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
-from ...models.modes import kept_random_state
 from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values
 from ...spelling import join_settings
+from ...trainers.checkpoints.files import load_rollout_state
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
 from ...trainers.shared.dataset_checks import warn_of_unread_media
@@ -76,8 +76,10 @@ class Rollouts:
             Number of prompts per rollout, over all ranks.
         per_episode (`int`):
             Number of rollouts per episode.
-        max_steps (`int`):
-            Number of optimizer steps of the run.
+        n_rollouts (`int`):
+            Number of rollouts of all episodes.
+        limit (`int`, *optional*):
+            Number of rollouts that the run makes. By default, those of all episodes but the ones skipped at the start.
     """
 
     prompts: DataLoader
@@ -86,7 +88,8 @@ class Rollouts:
     steps: int
     n_prompts: int
     per_episode: int
-    max_steps: int
+    n_rollouts: int
+    limit: int | None = None
 
 
 class ExperienceTrainer(MultimodalPPOTrainer):
@@ -138,6 +141,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.is_first_epoch = True  # whether an update is in its first epoch over the buffer
         self.pending_logs: dict[str, list[float]] = {}
         self.client_states: dict[str, Any] = {}
+        self.n_skipped_rollouts = 0  # before the first rollout of the run
         self._update_models: set[str] = set()  # models that the unfinished update trains: "policy", "critic" or both
         self._n_micro_batches = 0  # micro-batches of all updates so far
         self._media_names = media_names(actor.base_model)
@@ -155,12 +159,17 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         return self._is_updated("policy") and self.is_first_epoch
 
     def _rollout_state(self) -> dict[str, Any]:
-        state = {"client_states": self.client_states, "pending_logs": self.pending_logs}
-        return {**super()._rollout_state(), **state}
+        names = ("client_states", "pending_logs", "n_skipped_rollouts")
+        return {**super()._rollout_state(), **{name: getattr(self, name) for name in names}}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        if "client_states" not in state:
+            raise ValueError(
+                "The checkpoint is of a `MultimodalPPOTrainer`, whose rollouts differ from those of `PPOTrainerVL`; "
+                "resume with the trainer of that run."
+            )
         super()._load_rollout_state(state)
-        self.client_states = state["client_states"]
+        self.client_states |= state["client_states"]
         self.pending_logs = state["pending_logs"]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
@@ -172,23 +181,11 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
         """If `ptx_coef` is above 0, takes the rows of the supervised loss from the dataset of a dataloader."""
-        args = self.args
-        if args.ptx.coef == 0:
+        if self.args.ptx.coef == 0:
             self._supervised_rows = None
             return
-        if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
-            raise ValueError(
-                f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`, got "
-                f"{type(dataloader).__name__}; pass the `DataLoader` itself, which the trainer repeats."
-            )
-        self._ptx_dataset = dataloader.dataset
-        dataset: Any = undecoded(dataloader.dataset)
-        first_rows = [dataset[i] for i in range(min(_N_ROWS_TO_SEARCH, len(dataset)))]
-        warn_of_unread_media(args, {"pretrain_dataloader": first_rows}, dataset_part="first", supervised=True)
-        # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
-        rows = Subset(dataset, range(len(dataset)))
-        self._supervised_rows = EndlessRows(rows, args.seed)
-        args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
+        self._supervised_rows = _supervised_rows(self.args, dataloader)
+        self._ptx_dataset = dataloader and dataloader.dataset
 
     def prepare_without_fit(self) -> None:
         """Prepares models and optimizer for steps outside of `fit`, once."""
@@ -207,6 +204,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             )
         if args.ptx.coef > 0:
             raise ValueError("`ptx_coef` needs supervised rows, which only `fit` takes; set it to 0.")
+        for callback in (ProgressCallback, DefaultFlowCallback):  # of the loop of `train`
+            self.remove_callback(callback)
         max_steps = args.max_steps if args.max_steps > 0 else sys.maxsize
         self._init_training_state(max_steps, 1, math.ceil(args.num_train_epochs), None, None)
         self._prepare_for_training(max_steps, None, None)
@@ -239,6 +238,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """
         self._rollouts = rollouts
         self.client_states = {"consumed_samples": n_consumed}
+        self.n_skipped_rollouts = n_consumed // rollouts.n_prompts
         self.train_dataset = rollouts.prompts.dataset
         return self.train(resume_from_checkpoint)
 
@@ -251,14 +251,20 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         """Counts in rollouts and episodes. Without a limit on episodes, the number of steps ends the run."""
         rollouts = self._rollouts
         step_size = self.get_total_train_batch_size(args)
+        checkpoint = self._checkpoints.resumed_from
+        state = None if checkpoint is None else load_rollout_state(checkpoint, 0)
+        if state is not None:
+            self.n_skipped_rollouts = state.get("n_skipped_rollouts", 0)
+        n_rollouts = rollouts.n_rollouts - self.n_skipped_rollouts if rollouts.limit is None else rollouts.limit
+        max_steps = n_rollouts * rollouts.steps
         return (
             sys.maxsize,
             rollouts.steps * rollouts.per_episode,
             len(dataloader) * rollouts.n_prompts,
-            rollouts.max_steps * step_size,
+            max_steps * step_size,
             step_size,
             None,
-            rollouts.max_steps,
+            max_steps,
         )
 
     def _init_training_state(
@@ -267,11 +273,6 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         epochs = super()._init_training_state(max_steps, steps_per_epoch, n_epochs, resume_from_checkpoint, trial)
         self.state.num_train_epochs = math.ceil(self.args.num_train_epochs)  # `n_epochs` has no limit
         return epochs
-
-    def _fingerprints(self):
-        with kept_random_state():  # which a dataset may draw from
-            set_seed(self.args.seed)
-            return super()._fingerprints()
 
     def _run_epoch(
         self,
@@ -525,19 +526,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"single prompt; set `micro_rollout_batch_size` ({size}) to `num_generations` "
                 f"({args.num_generations}) or a divisor of it."
             )
-        # Fields that both configs have get the trainer's values, unless the dictionary below replaces them
-        common_fields = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
-        options = {name: getattr(args, name) for name in common_fields} | {
-            "n_samples_per_prompt": args.num_generations,
-            "micro_rollout_batch_size": size,
-            "kl_estimator": "k3" if getattr(args, "use_kl_estimator_k3", False) else "k1",
-            "kl_in_reward": args.kl_in_reward,
-            "progress": not args.disable_tqdm,
-            "accelerator": self.accelerator,
-            "ignored_media_columns": args.ignored_media_columns or (),
-            "media_rules": args.rules,
-        }
-        strategy = ExperienceConfig(**options)
+        strategy = _options_of_maker(args, size, self.accelerator)
         maker = NaiveExperienceMaker(
             self.actor, self.critic, kl_controller=self._kl_controller, strategy=strategy, **arguments
         )
@@ -573,6 +562,38 @@ def copy_average(average: MovingAverage, policy: Actor, actor: Actor) -> None:
         if name not in weights or weights[name].shape != value.shape:
             raise ValueError(f"`ema_model` must be a copy of the policy, but has no `{name}` {tuple(value.shape)}.")
     actor.model.load_state_dict(averaged, strict=False)
+
+
+def _supervised_rows(args: MultimodalPPOConfig, dataloader: DataLoader | None) -> EndlessRows:
+    """Returns the rows of a dataloader, whose batch size becomes that of `ptx_coef`."""
+    if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
+        raise ValueError(
+            f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`, got "
+            f"{type(dataloader).__name__}; pass the `DataLoader` itself, which the trainer repeats."
+        )
+    dataset: Any = undecoded(dataloader.dataset)
+    first_rows = [dataset[i] for i in range(min(_N_ROWS_TO_SEARCH, len(dataset)))]
+    warn_of_unread_media(args, {"pretrain_dataloader": first_rows}, dataset_part="first", supervised=True)
+    # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
+    rows = Subset(dataset, range(len(dataset)))
+    args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
+    return EndlessRows(rows, args.seed)
+
+
+def _options_of_maker(args: MultimodalPPOConfig, size: int, accelerator: Accelerator) -> ExperienceConfig:
+    # Fields that both configs have get the trainer's values, unless the dictionary below replaces them
+    common_fields = [spec.name for spec in fields(ExperienceConfig) if hasattr(args, spec.name)]
+    options = {name: getattr(args, name) for name in common_fields} | {
+        "n_samples_per_prompt": args.num_generations,
+        "micro_rollout_batch_size": size,
+        "kl_estimator": "k3" if getattr(args, "use_kl_estimator_k3", False) else "k1",
+        "kl_in_reward": args.kl_in_reward,
+        "progress": not args.disable_tqdm,
+        "accelerator": accelerator,
+        "ignored_media_columns": args.ignored_media_columns or (),
+        "media_rules": args.rules,
+    }
+    return ExperienceConfig(**options)
 
 
 def random_order(n: int, size: int, seed: int) -> list[int]:

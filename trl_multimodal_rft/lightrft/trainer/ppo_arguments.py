@@ -93,6 +93,11 @@ def _unasked(strategy: MultimodalPPOConfig) -> dict[str, Any]:
     return defaults | (strategy.unasked if isinstance(strategy, Strategy) else {})
 
 
+def _plain(value: Value) -> Value | list:
+    """Returns a value such that lists and tuples are equal, and an address and a list of it."""
+    return [value] if isinstance(value, str) else [*value] if isinstance(value, (list, tuple)) else value
+
+
 def _contradiction(
     strategy: MultimodalPPOConfig, name: str, value: float | str | None, option: str, field: str
 ) -> ValueError:
@@ -143,9 +148,9 @@ def resolve_arguments(
             is_set = is_set or in_field != read(unasked[field])
             of_strategy = option if in_field is None and is_set else in_field
         if name in passed and not (option is not None and option == value):
-            if is_set and of_strategy != value:
+            if is_set and _plain(of_strategy) != _plain(value):
                 raise _contradiction(strategy, name, value, name, field)
-        elif is_set or isinstance(strategy, Strategy) and field in strategy.unasked:
+        elif is_set or field in strategy.passed and of_strategy is not None:
             value = of_strategy
         values[name] = value
     return SimpleNamespace(**values)
@@ -201,7 +206,7 @@ def _with_options(strategy: MultimodalPPOConfig, options: dict[str, Any]) -> Mul
     changed = {}
     for name, value in options.items():
         option_value = _option(strategy, name)
-        if value is None or option_value == value:
+        if value is None or _plain(option_value) == _plain(value):
             continue
         if option_value is not None and option_value not in RULES[name].neutral:
             raise _contradiction(strategy, name, value, name, name)
@@ -211,7 +216,7 @@ def _with_options(strategy: MultimodalPPOConfig, options: dict[str, Any]) -> Mul
     converted.log()
     unasked = _unasked(strategy)
     for field, value in converted.fields.items():
-        if getattr(strategy, field) not in (unasked[field], value):
+        if field != "report_to" and getattr(strategy, field) not in (unasked[field], value):
             option = converted.options_by_field[field]
             raise _contradiction(strategy, option, changed[option], "", field)
     if not converted.fields:

@@ -157,7 +157,7 @@ class PPOTrainerVL:
         arguments = locals()
         if not isinstance(strategy, MultimodalPPOConfig):
             raise TypeError(f"`strategy` must be a MultimodalPPOConfig, got {type(strategy).__name__}.")
-        taken = resolve_arguments(strategy, arguments, self.passed)
+        values = resolve_arguments(strategy, arguments, self.passed)
         strategy, generate_kwargs = take_keywords(strategy, generate_kwargs)
         if tokenizer is None and processor is None:
             raise ValueError("Pass the policy's `processor`, or its `tokenizer` if prompts are text.")
@@ -169,7 +169,7 @@ class PPOTrainerVL:
         check_optimizers(actor, critic, actor_optim, critic_optim, actor_scheduler, critic_scheduler)
         if initial_model is None and is_peft_model(actor.model):
             initial_model = actor
-        options = _options_of_config(strategy, taken, ema_model, critic_optim)
+        options = _options_of_config(strategy, values, ema_model, critic_optim)
         config = config_of(strategy, actor, critic, initial_model, generate_kwargs, options)
         self.strategy = config
         self.actor = actor
@@ -179,8 +179,10 @@ class PPOTrainerVL:
             check_base_is_kept(actor.model, None, "the reference of `init_kl_coef`", "pass `initial_model`")
         self.tokenizer: Any = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         self.generate_kwargs = {"max_new_tokens": config.max_completion_length, **generate_kwargs}
-        self.save_hf_ckpt = taken.save_hf_ckpt
-        self.replay_buffer = ReplayBuffer(taken.micro_train_batch_size, taken.buffer_limit, taken.buffer_cpu_offload)
+        self.save_hf_ckpt = values.save_hf_ckpt
+        self.replay_buffer = ReplayBuffer(
+            values.micro_train_batch_size, values.buffer_limit, values.buffer_cpu_offload
+        )
         self.trainer = ExperienceTrainer(
             actor,
             config,
@@ -195,16 +197,16 @@ class PPOTrainerVL:
         self.critic = self.trainer.critic
         if ema_model is not None:
             copy_average(self.trainer.ema, actor, ema_model)
-        if taken.gradient_checkpointing:
+        if values.gradient_checkpointing:
             checkpointing_kwargs: Any = config.gradient_checkpointing_kwargs  # a dict; the config has parsed a string
             actor.gradient_checkpointing_enable(checkpointing_kwargs)
         self.experience_maker = self.trainer.make_experience_maker(
-            taken.micro_rollout_batch_size,
+            values.micro_rollout_batch_size,
             reward_model=reward_model,
             initial_model=reference,
             tokenizer=self.tokenizer,
-            prompt_max_len=taken.prompt_max_len,
-            remote_rm_url=taken.remote_rm_url,
+            prompt_max_len=values.prompt_max_len,
+            remote_rm_url=values.remote_rm_url,
             reward_fn=reward_fn,
             reward_fn_label_map=reward_fn_label_map,
             reward_recipe=reward_recipe,
@@ -251,7 +253,8 @@ class PPOTrainerVL:
             consumed_samples (`int`, *optional*, defaults to `0`):
                 Number of prompts, over all ranks, to skip at the start. A resumed run takes it from the checkpoint.
             num_update_steps_per_episodes (`int`, *optional*, defaults to `1`):
-                Smallest number of optimizer steps per episode. An episode repeats the prompts to reach this number.
+                Number of optimizer steps per episode. An episode repeats the prompts as often as they fit into it, and
+                passes over them once at least.
 
         Raises:
             `ValueError`: If the samples of a rollout don't fill whole optimizer steps, if the prompts don't fill whole
@@ -274,13 +277,15 @@ class PPOTrainerVL:
             run.ptx_coef = 0.0  # LightRFT's command line has a coefficient even without supervised rows
         trainer.set_supervised_rows(pretrain_dataloader)
         sizes = rollout_sizes(prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes)
-        passes_per_episode = max(math.ceil(num_update_steps_per_episodes / (sizes.steps * sizes.per_pass)), 1)
+        # LightRFT's scripts count the steps of all prompts, of which the last ones may not fill a batch
+        passes_per_episode = max(num_update_steps_per_episodes // (sizes.steps * sizes.per_pass), 1)
         rollouts_per_episode = passes_per_episode * sizes.per_pass
         n_rollouts = math.ceil(run.num_train_epochs * rollouts_per_episode)
-        if not run.resume_from_checkpoint:
-            n_rollouts -= consumed_samples // sizes.prompts
-        if run.max_steps > 0:
-            n_rollouts = math.ceil(run.max_steps / sizes.steps)
+        if not 0 <= consumed_samples < n_rollouts * sizes.prompts:
+            raise ValueError(
+                f"`consumed_samples` ({consumed_samples}) must be at least 0, and less than the run's "
+                f"{n_rollouts * sizes.prompts} prompts."
+            )
         rollouts = Rollouts(
             prompts_dataloader,
             self._train_on_prompts,
@@ -288,7 +293,8 @@ class PPOTrainerVL:
             sizes.steps,
             sizes.prompts,
             rollouts_per_episode,
-            n_rollouts * sizes.steps,
+            n_rollouts,
+            None if run.max_steps <= 0 else math.ceil(run.max_steps / sizes.steps),
         )
         trainer.run(rollouts, consumed_samples, run.resume_from_checkpoint)
         if self.ema_model is not None:
@@ -482,6 +488,7 @@ class PPOTrainerVL:
             trainer.log(results)
             handler = trainer.callback_handler
             trainer.control = handler.on_evaluate(trainer.args, trainer.state, trainer.control, results)
+            trainer._determine_best_metric(results, None)
         if trainer.control.should_save:
             trainer.save_checkpoint(client_states, self.save_hf_ckpt)
 
@@ -503,7 +510,6 @@ def _ask_about_steps(
     """Sets the actions of `control` whose interval has ended since `last_step`, by transformers' callback."""
     flow = DefaultFlowCallback()
     state.compute_steps(args, max(args.max_steps, 1))
-    control.should_log = control.should_evaluate = control.should_save = False
     for state.global_step in range(last_step + 1, step + 1):
         flow.on_step_end(args, state, control)
 

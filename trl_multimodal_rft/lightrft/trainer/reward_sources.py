@@ -1,10 +1,12 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Computation of rewards by reward models, servers and functions, and their combination."""
 
+import asyncio
 import inspect
 import logging
 import runpy
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ class RewardSources:
                 if isinstance(source, str):
                     rewards.append(_ask_server(source, arguments, prompts, further))
                 else:
-                    result = _call_reward_file(source, arguments, prompts)
+                    result, _ = _rewards_and_metrics(_call_reward_file(source, arguments, prompts))
                     rewards.append(reward_tensor(result, n, get_callable_name(source)))
         if self.reward_fn is not None:
             # If the only parameter of `reward_fn` has none of the arguments' names, it gets the other sources' rewards
@@ -212,7 +214,7 @@ def _call_reward_file(function: Callable, arguments: dict[str, Any], prompts: li
     others = {}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         others = {name: value for name, value in arguments.items() if name in by_name and name not in passed}
-    return function(*values[:n], **others)
+    return _settled(function(*values[:n], **others))
 
 
 def _rewards_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -244,16 +246,29 @@ def _call_reward_func(function: Callable, arguments: dict[str, Any], sole_argume
     argument, the parameter gets `arguments[sole_argument]`, unless `sole_argument` is `None`.
     """
     parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return function(**arguments)
-    if sole_argument is not None and len(parameters) == 1 and not parameters.keys() & arguments.keys():
-        return function(arguments[sole_argument])
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if (
+        sole_argument is not None
+        and len(parameters) == 1
+        and not takes_all
+        and not parameters.keys() & arguments.keys()
+    ):
+        return _settled(function(arguments[sole_argument]))
     missing = [
-        name for name, p in parameters.items() if name not in arguments and p.default is inspect.Parameter.empty
+        name for name, p in parameters.items() if name not in arguments and p.default is p.empty and p.kind in _NAMED
     ]
     if missing:
         raise ValueError(
             f"The reward function '{get_callable_name(function)}' requires `{missing[0]}`, but there are only "
             f"{sorted(arguments)}; rename the parameter, or give it a default."
         )
-    return function(**{name: arguments[name] for name in parameters if name in arguments})
+    passed = {name: value for name, value in arguments.items() if takes_all or name in parameters}
+    return _settled(function(**passed))
+
+
+def _settled(result: Any) -> Any:
+    """Returns what a function returned, or what its coroutine returns."""
+    if not inspect.iscoroutine(result):
+        return result
+    with ThreadPoolExecutor(1) as thread:  # in which no loop is running, as it is in a notebook
+        return thread.submit(asyncio.run, result).result()
