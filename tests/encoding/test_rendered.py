@@ -302,3 +302,16 @@ def test_trainers_refuse_them(trainer_class, tmp_path):
         options |= {"per_device_train_batch_size": 16}
     with pytest.raises(MediaError, match=MESSAGE.format(3)):
         make_trainer(trainer_class, "qwen2_5_vl", dataset, tmp_path, **options).train()
+
+
+def test_a_template_that_writes_ids():
+    """mistral-common has no text to take as it is: it would keep the media alone, or apply its template twice."""
+    clip = {"audio": sound(0.5, seed=1)}
+    for words in ("[INST][BEGIN_AUDIO][AUDIO]What is it?[/INST]", "What is it?[/INST]"):
+        encoder = encoder_of("voxtral")
+        with pytest.raises(MediaError, match="a chat template was applied to its text, which mistral-common can't"):
+            (prompt,) = encoder.messages([Row(0, {"prompt": words, **clip})])
+            encoder.encode(prompt, 0)
+        with pytest.raises(MediaError, match="it looks like a chat template was applied already"):
+            encoder_of("voxtral", keeps_rendered=False).messages([Row(0, {"prompt": words, **clip})])
+    encoder.messages([Row(0, {"prompt": "What is it?", **clip})])

@@ -31,8 +31,9 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL
 from trl_multimodal_rft.lightrft.trainer import row_checks
-from trl_multimodal_rft.lightrft.trainer.experience import ExperienceVL, Samples
+from trl_multimodal_rft.lightrft.trainer.experience import Experience, ExperienceVL, Samples
 from trl_multimodal_rft.lightrft.trainer.experience_maker import ExperienceConfig, NaiveExperienceMaker
+from trl_multimodal_rft.lightrft.trainer.experience_metrics import rollout_logs
 from trl_multimodal_rft.lightrft.trainer.replay_buffer_utils import split_experience_batch
 
 
@@ -699,6 +700,33 @@ def test_rule_rewards_without_a_model(function, size):
         metrics = [each.info["reward_metrics"] for each in experiences]
         for name, values in (("accuracy_reward", expected * 2), ("format_reward", torch.ones(9))):
             assert_close(torch.cat([torch.as_tensor(each[name]) for each in metrics]), values)
+
+
+async def by_rules_later(**kwargs):
+    return by_rules(**{name: kwargs[name] for name in ("model_reward_list", "labels", "queries", "refs", "label_map")})
+
+
+def with_unknown(queries, log_metric, **kwargs):
+    return [0.0] * len(queries)
+
+
+def test_coroutines_and_unknown_parameters(tmp_path):
+    rows = [{"prompt": prompt, "references": "cat"} for prompt in TEXT]
+    experiences = made(rows, reward_model=None, arguments={"reward_fn": by_rules_later}, micro_rollout_batch_size=9)
+    assert flat(experiences, "reward") == [1.0] * 9
+    with pytest.raises(ValueError, match="requires `log_metric`, but there are only"):
+        made(rows, reward_model=None, arguments={"reward_fn": with_unknown})
+    path = tmp_path / "rewards.py"
+    path.write_text("def reward_func(queries, prompts):\n    return [0.5] * len(queries), {'a': [1.0] * len(queries)}")
+    experiences = made(rows, reward_model=None, arguments={"remote_rm_url": str(path)}, micro_rollout_batch_size=9)
+    assert flat(experiences, "reward") == [0.5] * 9
+
+
+def test_metrics_without_numbers_and_with_names_of_others():
+    """`None` doesn't count, and a metric can't take the place of the logged reward."""
+    info = {"reward": torch.tensor([1.0, 2.0]), "reward_metrics": {"reward": [9.0, 9.0], "a": [None, 4.0]}}
+    experience = Experience(torch.zeros(2, 3), info=info)
+    assert rollout_logs([experience]) == {"a": 4.0, "reward": 1.5, "reward_std": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -427,3 +427,30 @@ def test_a_script_trains(tmp_path, estimator):
     again = dict(ActorVL(args.save_path, bf16=False).model.named_parameters())
     assert again.keys() == {name for name in weights if not name.startswith("critic.")}
     assert all(torch.equal(value, weights[name]) for name, value in again.items())
+
+
+def test_values_that_a_config_was_given(tmp_path):
+    """A field counts as set if it was passed, even if it is the config's default."""
+    left_out = {"max_epochs": 1, "gradient_checkpointing": False, "init_kl_coef": 0.001}
+    values = resolved(plain(tmp_path))
+    assert {name: values[name] for name in left_out} == left_out
+    values = resolved(plain(tmp_path, num_ppo_epochs=4, gradient_checkpointing=True, beta=0.0))
+    assert [values[name] for name in left_out] == [4, True, 0.0]
+    assert resolved(plain(tmp_path, num_ppo_epochs=4), max_epochs=2)["max_epochs"] == 2
+    strategy = strategy_of(remote_rm_url="http://a", reward_clip_range=[-1.0, 1.0])
+    assert resolved(strategy, remote_rm_url=["http://a"])["remote_rm_url"] == ["http://a"]
+    assert take_keywords(strategy, {"reward_clip_range": (-1.0, 1.0)})[0] is strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"kl_estimator": "K3"}, "`kl_estimator` must be"),
+        ({"kl_estimator": "k4", "use_kl_loss": True}, "`kl_estimator` must be"),
+        ({"save_steps": 2.7}, "`save_steps=2.7` must be a whole number"),
+        ({"save_steps": 0.5}, "`save_steps=0.5` must be a whole number"),
+    ],
+)
+def test_options_that_meant_something_else(options, error):
+    with pytest.raises(ValueError, match=error):
+        strategy_of(init_kl_coef=0.1, **options)

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -435,3 +436,34 @@ def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight,
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
     assert scored and not any(scored) and not trainer._policy.fallbacks.packing
     assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5
+
+
+def test_fingerprints_of_rows_in_lists():
+    """Values of Python count by their content. A wrapper counts as what it wraps, and isn't read."""
+
+    class Random(torch.utils.data.Dataset):
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def __len__(self):
+            return len(self.dataset)
+
+        def __getitem__(self, index):
+            raise RuntimeError("A row is made at random.")
+
+    def row(**changes):
+        values = {"words": ["a", b"b", 1, None, True], "array": np.arange(3), "objects": np.array(["c", {"d": 1}])}
+        values |= {
+            "tensor": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+            "sparse": torch.eye(2).to_sparse(),
+        }
+        return {**values, "picture": Image.new("RGB", (4, 4)), "other": object(), **changes}
+
+    expected = fingerprint([row(), row()])
+    assert expected["rows"] == 2 and differences(expected, fingerprint([row(), row()])) == []
+    assert differences(expected, fingerprint(Random([row(), row()]))) == []
+    assert fingerprint(Random(Random(Dataset.from_list([{"a": 1}]))))["columns"] == ["a"]
+    others = {"words": ["a"], "array": np.arange(4), "objects": np.array(["c", {"d": 2}]), "tensor": torch.ones(3)}
+    for name, value in {**others, "picture": Image.new("RGB", (4, 4), "red"), "other": 1}.items():
+        (clause,) = differences(expected, fingerprint([row(), row(**{name: value})]))
+        assert clause == "of the 2 rows compared, 1 or their files differ (rows 1)", name
