@@ -5,10 +5,10 @@ import asyncio
 import inspect
 import logging
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from .experience import Samples, to
 
 
 logger = logging.getLogger(__name__)
+
+Rewards = TypeVar("Rewards")
 
 # Kinds of parameters that stand for a single argument
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -266,9 +268,9 @@ def _call_reward_func(function: Callable, arguments: dict[str, Any], sole_argume
     return _settled(function(**passed))
 
 
-def _settled(result: Any) -> Any:
+def _settled(result: Rewards | Coroutine[None, None, Rewards]) -> Rewards:
     """Returns what a function returned, or what its coroutine returns."""
-    if not inspect.iscoroutine(result):
+    if not isinstance(result, Coroutine):
         return result
     with ThreadPoolExecutor(1) as thread:  # in which no loop is running, as it is in a notebook
         return thread.submit(asyncio.run, result).result()

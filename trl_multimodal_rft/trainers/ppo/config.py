@@ -112,7 +112,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     _has_critic = True  # other trainers reject a config with a critic
     passed: ClassVar[frozenset[str]] = frozenset()  # names of the fields that were passed
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: str | None, **kwargs: str | float | list | dict | None):
         config = super().__new__(cls)
         vars(config)["passed"] = frozenset(kwargs)
         return config
