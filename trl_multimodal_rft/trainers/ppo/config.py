@@ -3,7 +3,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from transformers import SchedulerType
 
@@ -110,12 +110,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     ptx_coef: float | str | None = PPO.defaults["ptx_coef"]
 
     _has_critic = True  # other trainers reject a config with a critic
-    passed: ClassVar[frozenset[str]] = frozenset()  # names of the fields that were passed
-
-    def __new__(cls, *args: str | None, **kwargs: str | float | list | dict | None):
-        config = super().__new__(cls)
-        vars(config)["passed"] = frozenset(kwargs)
-        return config
 
     def __post_init__(self):
         check_values(self)

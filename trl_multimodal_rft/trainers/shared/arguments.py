@@ -115,11 +115,15 @@ def check_keywords(cls: type, kwargs: dict[str, Any]) -> None:
 
 
 class CheckedKeywords:
-    """Base class that checks the keywords of its constructor, see [`check_keywords`]."""
+    """Base class that checks the keywords of its constructor, see [`check_keywords`], and keeps their names."""
+
+    passed = frozenset()  # names of the keywords
 
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
-        return super().__new__(cls)
+        instance = super().__new__(cls)
+        instance.passed = frozenset(kwargs)
+        return instance
 
 
 def as_names(value: str | list[str] | None) -> list[str] | None:
