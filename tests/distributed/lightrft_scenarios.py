@@ -59,6 +59,7 @@ def make(folder, kind, averages=True, **options):
             "num_generations": GROUP,
             "max_completion_length": 6,
             **PLAIN,
+            "max_grad_norm": 0.5,
             "max_steps": -1,
             "num_train_epochs": 1,
             "learning_rate": 0.5,
