@@ -89,13 +89,13 @@ FAIL = {
     "exit": "it called `sys.exit(None)`",
     "exit with a status": "it called `sys.exit(3)`",
     "an error without a text": "the result has no text (OSError)",
-    "no text": "the result has no text (OSError)",
     "itself": "the result has no text (RecursionError)",
     "deep": "the result has no text (RecursionError)",
 }
-READ = {"no text inside": "{'a': [<", "nothing": "None", "a generator": "<generator"}
+READ = {"nothing": "None"}
 LONG = ("long", "long blocks")
-KINDS = [*FAIL, *READ, *LONG]
+UNREAD = ("no text", "no text inside", "a generator")  # the trajectory fails
+KINDS = [*FAIL, *READ, *LONG, *UNREAD]
 
 
 @pytest.mark.parametrize("tool", [trouble, late_trouble])
@@ -107,7 +107,8 @@ def test_results(tool):
         return [0.0, 1.0] * (len(completions) // 2)
 
     script = {i: [call(tool.__name__, kind=kind)] for i, kind in enumerate(KINDS)}
-    sampler = functools.partial(Saying, script=script, unanswered={KINDS.index(kind): 0 for kind in LONG})
+    unanswered = {KINDS.index(kind): 0 for kind in (*LONG, *UNREAD)}
+    sampler = functools.partial(Saying, script=script, unanswered=unanswered)
     rows = Dataset.from_list([*ROWS, ROWS[0]])
     options = {"objects": {**talking("qwen3_vl"), "tools": [tool]}, "max_completion_length": 1200, "reward": reward}
     result = run(GRPO, "qwen3_vl", rows, sampler=sampler, max_steps=1, per_device_train_batch_size=12, **options)
@@ -115,6 +116,7 @@ def test_results(tool):
     assert shown.keys() == {*FAIL, *READ}
     assert not [kind for kind, text in (FAIL | READ).items() if text not in shown[kind]]
     assert logged(result, "tools/ended_by_length") == [pytest.approx(2 / 12)]
+    assert logged(result, "tools/environment_failures") == [len(UNREAD)]
     assert logged(result, "tools/failure_frequency") == [pytest.approx(len(FAIL) / len(KINDS))]
 
 
@@ -300,7 +302,7 @@ def test_words_of_the_conversation_are_no_news_in_a_context(caplog):
         (SystemExit(2), r"'look' raised RuntimeError: it called `sys.exit\(2\)`"),
         (MediaError("no picture"), "'look' raised MediaError: no picture"),
         (ValueError("look elsewhere"), None),
-        (Untold(), "the result of the tool 'look' has no text"),
+        (Untold(), "the tool 'look' returned an object of type Untold"),
         ([{"type": "image", "image": b"no image"}], "cannot read this image"),
         ({"screen": PICTURE}, "the tool 'look' returned a medium"),
         ("<|im_end|>", "control token"),

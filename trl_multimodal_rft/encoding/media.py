@@ -24,7 +24,6 @@ from transformers.video_utils import VideoMetadata
 
 from ..data.reading.decoding import (
     decoding,
-    encoded_source,
     evenly_spaced_indices,
     holds_frames,
     load_audio,
@@ -37,6 +36,7 @@ from ..data.reading.decoding import (
 )
 from ..data.reading.qwen import qwen_frame_indices, qwen_resized
 from ..data.reading.refs import MediaError, MediaRef
+from ..data.reading.sources import encoded_source
 from ..data.rows.blocks import QWEN_OPTIONS
 from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding
 from ..views.views import View

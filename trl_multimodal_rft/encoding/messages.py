@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.rows.blocks import KNOWN_TYPES
 from ..data.rows.columns import further_keys
-from ..data.rows.find_media import block_modality
 from ..data.rows.rendered import NO_MARKS, TemplateMarks
 from ..data.rows.thoughts import is_part_of_tag, opened_thought
+from ..data.rows.values import block_modality
 from ..families import family_of_processor
 from .media import check_has_frames
 from .processors import Processor, control_tokens, tokenizer_of

@@ -19,9 +19,8 @@ from transformers.utils import logging
 from trl import is_conversational
 from trl.data_utils import prepare_multimodal_messages
 
-from ..data.reading.decoding import encoded_source
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
-from ..data.reading.sources import join_media_dir
+from ..data.reading.sources import encoded_source, join_media_dir
 from ..data.rows.rendered import RenderedPrompt
 from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of, family_of_processor
 from ..versions import is_torchcodec_usable

@@ -26,7 +26,7 @@ from ..data.reading.decoding import require_module
 from ..data.reading.refs import MediaRef
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.columns import rows_to_messages
-from ..data.rows.find_media import file_modality
+from ..data.rows.values import file_modality
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
 from ..families import MODALITIES, input_modalities

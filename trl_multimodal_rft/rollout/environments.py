@@ -3,6 +3,7 @@
 
 import asyncio
 import inspect
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from trl.chat_template_utils import get_training_chat_template
 from ..data.reading.refs import MediaError, shortened
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
-from ..data.rows.find_media import block_modality, file_modality, find_media
+from ..data.rows.values import block_modality, media_in, named_modality, read_value, unread_part
 from ..encoding.conversations import keeps_earlier_turns
 from ..families import MODALITIES
 from ..rewards.calls import Argument, distinct_names
@@ -36,7 +37,7 @@ _NOT_TOOLS = ("reset", "get_reward", "get_context")
 _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
-# What tools and environments return: usually one of these, though any object has a text
+# What tools and environments return
 Result = str | float | list | tuple | dict | np.ndarray | torch.Tensor | PIL.Image.Image | None
 
 
@@ -237,13 +238,14 @@ def as_content(
     """
     Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
 
-    Media are pictures (PIL images, arrays and tensors), sounds with their rate, blocks, also MCP's, and lists of these
-    and of texts. A text is never opened, since it may be the model's own words. If it names a file, a warning says
-    what to return instead, unless the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere,
+    Media, blocks, and lists of these and of texts are read by [`~data.rows.values.read_value`]. A text is never
+    opened, since it may be the model's own words. If it names a file, a warning says what to return instead, unless
+    the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere and for objects without a text,
     and with `are_lists_blocks` for a list of anything else.
     """
     result = _from_mcp(result)
-    items = [*map(_from_mcp, result)] if isinstance(result, (list, tuple)) else [result]
+    is_list = isinstance(result, (list, tuple)) and read_value(result).kind == "parts"
+    items = [*map(_from_mcp, result)] if is_list else [result]
     blocks = [_block_of(item) for item in items]
     is_list_of_blocks = isinstance(result, list) and (
         are_lists_blocks or all(isinstance(item, dict) and "type" in item for item in items)
@@ -255,17 +257,16 @@ def as_content(
         content: str | list[dict[str, Any]] = parsed
         texts = [block.get("text") for block in parsed]
     else:
-        media = [*find_media(result, "result")]
-        texts = [medium for _, _, medium in media if isinstance(medium, str)]
-        if len(texts) < len(media):
-            where = next(place for place, _, medium in media if not isinstance(medium, str))
+        unread = None if isinstance(result, str) else unread_part(result, "result")
+        if unread is not None:
             raise MediaError(
-                f"{origin} returned a medium ({where}) that the model would not get; return a list of content "
-                "blocks, such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+                f"{origin} returned {unread} that the model would not get; return text, or a list of content blocks, "
+                "such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
             )
         content = str(result)
+        texts = [reading.value for _, reading in media_in(result)]
     for text in texts:
-        modality = file_modality(text) if isinstance(text, str) and text not in context_texts else None
+        modality = named_modality(text) if isinstance(text, str) and text not in context_texts else None
         if modality is not None:
             logger.warning_once(
                 f"{origin} returned a text that names a file or is a `data:` URI. Texts aren't opened, so the model "
@@ -276,21 +277,35 @@ def as_content(
 
 def _block_of(item: Result) -> dict[str, Any] | None:
     """Returns a content block for a medium, `None` for text, for media inside of an item, and for unknown media."""
-    _, modality, medium = next(find_media(item), ("", None, None))
-    if modality is None or medium is not item or isinstance(item, str):
+    reading = read_value(item)
+    if isinstance(item, os.PathLike) or reading.kind != "medium" or reading.modality is None:
         return None
-    return item if isinstance(item, dict) and block_modality(item.get("type")) else {"type": modality, modality: item}
+    is_block = isinstance(reading.value, dict) and block_modality(reading.value.get("type")) is not None
+    return reading.value if is_block else {"type": reading.modality, reading.modality: reading.value}
+
+
+def is_error_of_mcp(result: Result) -> bool:
+    """Returns whether a tool's result is one of MCP that says that the tool failed."""
+    fields = _mcp_fields(result)
+    return isinstance(fields.get("content"), list) and bool(fields.get("isError") or fields.get("is_error"))
 
 
 def _from_mcp(result: Result) -> Result:
     """Returns the content of a result of MCP, and a block of MCP as a dictionary; other values unchanged."""
-    dump = getattr(result, "model_dump", None)
-    fields = dump(exclude_none=True) if callable(dump) else result
-    if not isinstance(fields, dict):
-        return result
+    fields = _mcp_fields(result)
     if isinstance(fields.get("content"), list) and fields.keys() & {"isError", "is_error"}:
         return fields["content"]
-    return fields if dump is None or fields.get("type") in ("text", *MODALITIES) else result
+    is_block = fields.get("type") in ("text", "resource", "resource_link", *MODALITIES)
+    if not is_block:
+        return result
+    reading = read_value(fields)
+    return reading.value if reading.kind == "text" else fields
+
+
+def _mcp_fields(result: Result) -> dict[str, Any]:
+    dump = getattr(result, "model_dump", None)
+    fields = dump(exclude_none=True) if callable(dump) else result
+    return fields if isinstance(fields, dict) else {}
 
 
 def _check_method(label: str, method: Callable, gets_messages: bool) -> None:

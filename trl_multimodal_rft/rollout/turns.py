@@ -36,7 +36,7 @@ from ..encoding.prompts import EncodedPrompt, placeholder_tokens
 from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
-from .environments import EnvironmentFailure, as_content, as_error
+from .environments import EnvironmentFailure, as_content, as_error, is_error_of_mcp
 from .rollout import Rollout, Turn, require
 
 
@@ -328,8 +328,8 @@ class ToolLoop:
         for name, result in results:
             if isinstance(result, EnvironmentFailure):
                 raise result
-            is_failure = isinstance(result, Exception)
-            if is_failure and _is_fault(result, trajectory.tools.get(name)):
+            is_failure = isinstance(result, Exception) or is_error_of_mcp(result)
+            if isinstance(result, Exception) and _is_fault(result, trajectory.tools.get(name)):
                 trajectory.faults.append(f"the tool {name!r} raised {_described(result)}")
             try:
                 content = _content(name, result, row, self.encoder.media_rules)

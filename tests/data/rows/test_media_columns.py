@@ -22,7 +22,7 @@ from trl.trainer.utils import print_prompt_completions_sample
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
 from trl_multimodal_rft.data.rows.columns import as_text, blocks_to_refs, rows_to_messages, strip_media
 from trl_multimodal_rft.data.rows.features import restore_media
-from trl_multimodal_rft.data.rows.find_media import file_modality
+from trl_multimodal_rft.data.rows.values import file_modality
 from trl_multimodal_rft.data.rows.names import MEDIA_COLUMNS
 
 

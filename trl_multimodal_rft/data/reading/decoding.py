@@ -24,8 +24,8 @@ from .containers import best_stream, check_complete, check_container, has_idr_pi
 from .decoders import decoder_samples
 from .images import check_exif, check_pil_image, check_pixels, load_pixels, open_image
 from .rates import TimedMetadata, proven_metadata, timed_span, times_in_frames, with_times
-from .refs import MediaError, MediaRef, rival_keys
-from .sources import fetch_file, open_file
+from .refs import MediaError, MediaRef
+from .sources import encoded_source, fetch_file, open_file
 
 
 if TYPE_CHECKING:
@@ -310,24 +310,6 @@ def require_module(module: str, extra: str) -> ModuleType:
 def install(extra: str) -> str:
     """Returns the command that installs an optional dependency."""
     return f'pip install "trl-multimodal-rft[{extra}]"'
-
-
-def encoded_source(ref: MediaRef) -> Any:
-    """
-    Returns the bytes, the path or the URL in a stored dictionary. Other sources, such as a path, an array or a list of
-    frames, are returned unchanged.
-    """
-    source = ref.stored
-    if not isinstance(source, dict):
-        return source
-    keys = ("bytes", "path", "url")
-    rivals = rival_keys(source, keys)
-    if rivals:
-        raise ref.error(f"the dictionary has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of them")
-    for key in keys:
-        if source.get(key) is not None:
-            return source[key]
-    raise ref.error(f"the dictionary has only {sorted(source)}; give 'bytes', 'path' or 'url'")
 
 
 def open_source(ref: MediaRef) -> BinaryIO:

@@ -15,7 +15,6 @@ from transformers.video_utils import VideoMetadata
 
 from .decoding import (
     decoding,
-    encoded_source,
     evenly_spaced_indices,
     load_image,
     load_video,
@@ -25,7 +24,7 @@ from .decoding import (
 )
 from .refs import MediaRef
 from .rules import DEFAULT_RULES, MediaRules
-from .sources import fetch_file, open_file
+from .sources import encoded_source, fetch_file, open_file
 
 
 # Extensions and first bytes of files that browsers show, which are logged unchanged

@@ -9,9 +9,10 @@ import numpy as np
 import PIL.Image
 import torch
 
-from .decoding import decoding, encoded_source, holds_frames, open_source, open_video, read_audio_chunks
+from .decoding import decoding, holds_frames, open_source, open_video, read_audio_chunks
 from .images import open_image
 from .refs import MediaRef
+from .sources import encoded_source
 
 
 def media_size(ref: MediaRef) -> dict[str, float]:

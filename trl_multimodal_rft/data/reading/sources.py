@@ -10,9 +10,11 @@ import stat
 import time
 import zipfile
 from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
@@ -21,7 +23,7 @@ import requests
 
 from ...credentials import masked_url
 from .http import NoAnswer, TooLarge, ask, host_of, run_until
-from .refs import MediaError, MediaRef
+from .refs import MediaError, MediaRef, rival_keys
 
 
 # Protocols that connect to any host in a URL, rather than to a configured store
@@ -38,47 +40,94 @@ _MOST_READ_BYTES = 2**26  # maximum bytes of one read in an archive, such as of 
 _ATTEMPTS = 4  # requests to a server that is busy or closes the connection
 
 
-def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
-    """
-    Fetches a file within the limits of the rules, and returns its bytes or its local path.
+@dataclass(frozen=True)
+class _Location:
+    """Where the file of a medium lies, as far as it is known without opening anything."""
 
-    `zip://a.png::https://example.com/b.zip` is the file `a.png` in an archive that is downloaded.
+    protocol: str
+    outer: str  # local path, URL, or text of a `data:` URI
+    member: str | None = None  # name of a file in the archive `outer`, if it is one
+
+
+def check_reachable(ref: MediaRef) -> None:
     """
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _check_size(ref, bytes(source))
-    path = os.fspath(source)  # a `data:` URI, a path or a URL
+    Raises a [`MediaError`] for a medium whose file the rules don't allow, or which isn't on this machine although its
+    path is local. Opens and downloads nothing.
+    """
+    sources = encoded_source(ref)
+    for source in sources if isinstance(sources, list) else [sources]:
+        path = encoded_source(replace(ref, source=source)) if isinstance(source, dict) else source
+        if isinstance(path, (str, os.PathLike)):
+            _locate(ref, os.fspath(path))
+
+
+def _locate(ref: MediaRef, path: str) -> _Location:
+    """`zip://a.png::https://example.com/b.zip` is the file `a.png` in an archive that is downloaded."""
     if path[:5].lower() == "data:":
-        return _check_size(ref, _from_data_uri(ref, path))
-    if "://" not in path and "::" not in path:
-        return _local_path(ref, path)
-    # name of a file in an archive, if any, and the path or URL of the outer file
+        return _Location("data", path)
+    # A name that looks like a URL is a name if its file is there
+    if ("://" not in path and "::" not in path) or os.path.isfile(join_media_dir(ref, path)):
+        return _Location("file", _local_path(ref, path))
     member = None
     location = path
     if path.startswith("zip://"):
         _check_protocol(ref, "zip")
         member, _, location = path.removeprefix("zip://").partition("::")
-    # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
     protocol = location.partition("::")[0].partition("://")[0]
     if member is not None and "://" not in location:
-        protocol = "file"
-        file = _local_path(ref, location)
-    elif protocol == "file":
-        file = _local_path(ref, url2pathname(urlsplit(location).path))
-    elif protocol in ("http", "https"):
-        file = _download(ref, location)
+        return _Location("file", _local_path(ref, location), member)
+    if protocol == "file":
+        name = location[len("file://") :]
+        name = name if os.path.isfile(name) else url2pathname(urlsplit(location).path)
+        return _Location("file", _local_path(ref, name), member)
+    _check_protocol(ref, protocol)
+    if protocol in ("http", "https"):
+        _check_domain(ref, location)
     else:
-        _check_protocol(ref, protocol)
         if "::" in location:
             raise ref.error(f"'{protocol}' can't be chained; chain zip:// alone, and once")
         if protocol in _HOST_PROTOCOLS:
             _check_domain(ref, location)
-        file = None
+    return _Location(protocol, location, member)
+
+
+def encoded_source(ref: MediaRef) -> Any:
+    """
+    Returns the bytes, the path or the URL in a stored dictionary. Other sources, such as a path, an array or a list of
+    frames, are returned unchanged.
+    """
+    source = ref.stored
+    if not isinstance(source, dict):
+        return source
+    keys = ("bytes", "path", "url")
+    rivals = rival_keys(source, keys)
+    if rivals:
+        raise ref.error(f"the dictionary has media in both '{rivals[0]}' and '{rivals[1]}'; leave one of them")
+    for key in keys:
+        if source.get(key) is not None:
+            return source[key]
+    raise ref.error(f"the dictionary has only {sorted(source)}; give 'bytes', 'path' or 'url'")
+
+
+def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | memoryview) -> str | bytes:
+    """Fetches a file within the limits of the rules, and returns its bytes or its local path."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _check_size(ref, bytes(source))
+    path = os.fspath(source)  # a `data:` URI, a path or a URL
+    location = _locate(ref, path)
+    member = location.member
+    if location.protocol == "data":
+        return _check_size(ref, _from_data_uri(ref, path))
+    # `file` is the outer file: a local path, downloaded bytes, or `None` for a URL that `fsspec` opens
+    file: str | bytes | None = location.outer if location.protocol == "file" else None
+    if location.protocol in ("http", "https"):
+        file = _download(ref, location.outer)
     if file is not None and member is None:
         return file
     deadline = time.monotonic() + ref.rules.media_timeout
 
     def read() -> bytes:
-        opened_file = fsspec.open(location, "rb").open() if file is None else open_file(ref, file)
+        opened_file = fsspec.open(location.outer, "rb").open() if file is None else open_file(ref, file)
         with closing(opened_file):
             stream = cast("IO[bytes]", opened_file)
             if member is not None:
@@ -102,7 +151,9 @@ def fetch_file(ref: MediaRef, source: str | os.PathLike | bytes | bytearray | me
         # For an unknown protocol, `fsspec` raises a `ValueError`
         if isinstance(error, ValueError) and "Protocol not known" not in str(error):
             raise
-        raise ImportError(str(ref.error(f"no installed package reads the protocol '{protocol}': {error}"))) from error
+        raise ImportError(
+            str(ref.error(f"no installed package reads the protocol '{location.protocol}': {error}"))
+        ) from error
 
 
 class Bounded:
@@ -261,20 +312,24 @@ def _check_domain(ref: MediaRef, url: str) -> None:
         raise ref.error(f"'{host}' isn't one of `allowed_media_domains`; add it if you trust the data")
 
 
+def _check_url(ref: MediaRef, url: str) -> None:
+    """Applies the rules to the URL of a file, or to one to which a server redirects."""
+    protocol = url.partition(":")[0].lower()
+    if protocol not in ("http", "https") or protocol not in ref.rules.allowed_media_protocols:
+        raise ref.error(f"it redirects to the protocol '{protocol}', which isn't allowed; remove the row")
+    _check_domain(ref, url)
+
+
 def _download(ref: MediaRef, url: str) -> bytes:
-    """The rules apply to the URL, and to every redirect."""
-    _check_protocol(ref, url.partition("://")[0])
-
-    def check_url(url: str) -> None:
-        protocol = url.partition(":")[0].lower()
-        if protocol not in ("http", "https") or protocol not in ref.rules.allowed_media_protocols:
-            raise ref.error(f"it redirects to the protocol '{protocol}', which isn't allowed; remove the row")
-        _check_domain(ref, url)
-
     try:
         limit = ref.rules.max_media_bytes
         answer = ask(
-            "GET", url, seconds=ref.rules.media_timeout, attempts=_ATTEMPTS, max_bytes=limit, check_url=check_url
+            "GET",
+            url,
+            seconds=ref.rules.media_timeout,
+            attempts=_ATTEMPTS,
+            max_bytes=limit,
+            check_url=partial(_check_url, ref),
         )
     except TooLarge:
         raise _too_large_error(ref) from None

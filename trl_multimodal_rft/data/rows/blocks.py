@@ -8,7 +8,15 @@ from typing import Any
 
 from ..reading.refs import MediaError, MediaRef, rival_keys
 from ..reading.rules import MediaRules
-from .find_media import MEDIA_TYPE_KEYS, block_modality, is_absent, is_stray, source_keys
+from .values import (
+    MEDIA_TYPE_KEYS,
+    block_modality,
+    is_absent,
+    is_stray,
+    read_value,
+    source_keys,
+    source_objection,
+)
 
 
 # Options of the blocks of each modality: positive numbers, which are whole except for times and rates
@@ -54,7 +62,15 @@ class Location:
         return MediaError(f"row {self.row_index}, column '{self.path}': {message}")
 
     def ref(self, modality: str, source: Any, options: dict[str, Any] | None = None) -> MediaRef:
-        return MediaRef(modality, source, options or {}, self.path, self.row_index, self.rules)
+        """Returns a reference to a medium. Raises a [`MediaError`] for a value that can't be one, such as a number."""
+        if isinstance(source, tuple):
+            reading = read_value(source)
+            source = reading.value if reading.kind == "medium" else source  # samples with their rate
+        ref = MediaRef(modality, source, options or {}, self.path, self.row_index, self.rules)
+        actual = source_objection(modality, source)
+        if actual is not None:
+            raise ref.error(f"is {actual}; give a file, its bytes, an array or a decoded {modality}")
+        return ref
 
 
 def parse_block(block: Any, location: Location) -> dict[str, Any]:

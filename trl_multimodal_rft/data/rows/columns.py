@@ -8,13 +8,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+from ...credentials import masked_url
 from ...families import MODALITIES
-from ..reading.refs import MediaError, MediaRef, iter_refs
+from ..reading.refs import MediaError, MediaRef, iter_refs, shortened
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from .blocks import Location, parse_block
-from .find_media import block_modality, find_media, holds_several_media, is_absent, is_stray
 from .names import MEDIA_COLUMNS, prepare_remedy
 from .rendered import NO_MARKS, RenderedPrompt, TemplateMarks
+from .values import (
+    block_modality,
+    holds_several_media,
+    is_absent,
+    is_file_name,
+    is_stray,
+    media_in,
+    named_modality,
+)
 
 
 T = TypeVar("T")
@@ -94,6 +103,7 @@ def rows_to_messages(
     media = []
     for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
         reader.check_prompt(prompt, column)
+        reader.check_text(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
     become_messages = any(any(row_media.values()) for row_media in media)
     become_messages = become_messages or not all(isinstance(prompt, str) for prompt in prompts)
@@ -124,12 +134,12 @@ def read_rendered(
 
 
 def read_messages(
-    messages: str | list | None, column: str, row_index: int, rules: MediaRules = DEFAULT_RULES
+    messages: str | list | None, column: str, row_index: int, rules: MediaRules = DEFAULT_RULES, role: str = "user"
 ) -> list[dict[str, Any]]:
-    """Returns the messages of a column as [`rows_to_messages`] parses them. A text becomes one user message."""
+    """Returns the messages of a column as [`rows_to_messages`] parses them. A text becomes one message of `role`."""
     reader = _RowReader(row_index, rules)
     reader.check_prompt(messages, column)
-    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages or ())
+    chat = [{"role": role, "content": messages}] if isinstance(messages, str) else list(messages or ())
     return [reader.parse_message(message, f"{column}[{m}]") for m, message in enumerate(chat)]
 
 
@@ -218,6 +228,17 @@ class _RowReader:
             actual = "an empty list" if prompt == [] else actual
             raise self.error(name, f"is {actual}; give a text or a list of messages, or remove the row")
 
+    def check_text(self, text: Any, path: str) -> None:
+        """Raises a [`MediaError`] for a text of a prompt that is nothing but a medium, whose letters it would be."""
+        if isinstance(text, str) and is_file_name(text):
+            modality = named_modality(text)
+            raise self.error(
+                path,
+                f"the text {shortened(masked_url(text.strip()))!r} is a medium, of which the model would read the "
+                f"letters; give it in a block, {{'type': '{modality}', '{modality}': ...}}, or in the column "
+                f"'{modality}'",
+            )
+
     def column_media(self, row: dict[str, Any], prefix: str) -> dict[str, list[MediaRef]]:
         """Columns with `prefix` replace those without."""
         media: dict[str, list[MediaRef]] = {modality: [] for modality in MODALITIES}
@@ -255,6 +276,7 @@ class _RowReader:
     ) -> list[dict[str, Any]]:
         """For `tag_modalities`, tags in texts of the column `name`, such as `<image>`, can be placeholders."""
         messages = [self.parse_message(message, f"{name}[{m}]") for m, message in enumerate(messages)]
+        writes_blocks = next(iter_refs(messages), None) is not None  # beside blocks, a tag is text
         placeholders = _placeholders(messages)
         tag_modalities = [modality for modality in tag_modalities if media[modality] and not placeholders[modality]]
         if tag_modalities:
@@ -267,6 +289,8 @@ class _RowReader:
         for modality in MODALITIES:
             blocks = placeholders[modality]
             refs = media[modality]
+            if not (writes_blocks or blocks or refs) and any(media.values()):
+                self.check_tags(messages, modality, name)
             if blocks and not refs:
                 raise blocks[0][modality].error(
                     f"the placeholder has no {modality}; add the {modality} to its block, or to column '{modality}s'"
@@ -308,6 +332,15 @@ class _RowReader:
             user_message["content"] = unplaced_blocks + (_as_blocks(user_message).get("content") or [])
         return messages
 
+    def check_tags(self, messages: list[dict[str, Any]], modality: str, name: str) -> None:
+        """Raises a [`MediaError`] for a tag such as `<image>` in a row that has media of other modalities alone."""
+        if any(lacking_tag(message, modality) for message in messages):
+            raise self.error(
+                name,
+                f"'<{modality}>' in the text has no {modality}, as the row has none; add it in the column "
+                f"'{modality}', or remove '<{modality}>', or add blocks of the other media, with which it stays text",
+            )
+
     def tags_to_placeholders(self, message: dict[str, Any], modalities: list[str], path: str) -> None:
         """Turns literal texts of a message, such as `"<image>"`, into placeholders."""
         if message["role"] in ("assistant", "tool"):
@@ -347,7 +380,7 @@ class _RowReader:
             message["content"] = [
                 parse_block(block, self.location(f"{path}.content[{b}]")) for b, block in enumerate(content)
             ]
-        elif not isinstance(content, str) and next(find_media(content), None) is not None:
+        elif not isinstance(content, str) and next(media_in(content), None) is not None:
             stray_key = "content"
         elif not isinstance(content, str) and not (
             content is None and message["role"] == "assistant" and further_keys(message)
@@ -364,6 +397,9 @@ class _RowReader:
                 f"nothing reads the media in '{stray_key}' of a message; move each to a block of 'content', such as "
                 "{'type': 'image', 'image': ...}, or to a media column",
             )
+        if role not in ("assistant", "tool"):  # whose texts may be the names of files
+            for block in _as_blocks(message).get("content") or []:
+                self.check_text(block.get("text"), f"{path}.content")
         return message
 
 
@@ -398,6 +434,14 @@ def check_not_serialized(text: str | Sequence | None, column: str, row_index: in
                 f"`dataset.map(lambda row: {{'{column}': {decoder_name}(row['{column}'])}})`"
             )
         return
+
+
+def lacking_tag(message: Mapping[str, Any], modality: str) -> bool:
+    """Returns whether a text of a message has a tag of a modality, such as `<image>`, which isn't a placeholder."""
+    blocks = _as_blocks({**message}).get("content") or []
+    return message.get("role") not in ("assistant", "tool") and any(
+        f"<{modality}>" in str(block.get("text", "")) for block in blocks if block.get("type") == "text"
+    )
 
 
 def _placeholders(messages: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

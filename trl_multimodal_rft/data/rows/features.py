@@ -8,15 +8,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, SupportsIndex, TypeGuard, TypeVar, cast, overload
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...versions import is_torchcodec_usable
-from ..reading.decoding import check_file, decoding, encoded_source, install
+from ..reading.decoding import check_file, decoding, install
 from ..reading.refs import Encoded, MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
-from ..reading.sources import fetch_file, open_file
+from ..reading.sources import encoded_source, fetch_file, open_file
 
 
 Rows = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
@@ -103,6 +105,8 @@ def _file_entry(value: Any) -> dict[str, Any] | None:
     return {"bytes": None, "path": value} if isinstance(value, str) else None
 
 
+_OUTLINED_ROWS = 256  # rows of a table that are read at a time
+
 # Features that store files without torchcodec, by the features that decode
 _STORING_FEATURES = {Audio: _StoredAudio, Video: _StoredVideo, Image: Image}
 
@@ -154,6 +158,56 @@ class StoredRows:
         columns = self._stored_features.decode_batch(cast(pa.Table, self._tables[indices]).to_pydict())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [_encoded_row(row, self._features) for row in rows]
+
+
+def outlined_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """
+    Yields the indices and the columns of all rows without the contents of their media: the bytes of a file are one
+    byte, and a list of numbers has one item. The order is that of the table, so that nothing large is copied.
+    """
+    features = Features({column: dataset.features[column] for column in columns})
+    stored_features = _without_decoding(features)
+    table = dataset.data.table.select(list(columns))
+    # The rows of the table that the dataset has, in the table's order, and their indices in the dataset
+    selection = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+    order = np.arange(len(dataset)) if selection is None else np.argsort(selection, kind="stable")
+    positions = order if selection is None else selection[order]
+    start = 0
+    while start < len(order):
+        first = positions[start]
+        end = int(np.searchsorted(positions, first + _OUTLINED_ROWS))
+        part = table.slice(first, positions[end - 1] - first + 1).combine_chunks()
+        outlined = pa.table([_outline(column.combine_chunks()) for column in part.columns], list(columns))
+        batch = stored_features.decode_batch(outlined.take(pa.array(positions[start:end] - first)).to_pydict())
+        for index, values in zip(order[start:end].tolist(), zip(*batch.values(), strict=True), strict=True):
+            yield index, _encoded_row(dict(zip(batch, values, strict=True)), features)
+        start = end
+
+
+def _outline(array: Any) -> pa.Array:
+    """Returns an array without the contents of files and of lists of numbers, with the same missing values."""
+    if isinstance(array, pa.ChunkedArray):  # of a type that can't be combined
+        return pa.chunked_array([_outline(chunk) for chunk in array.chunks], array.type)
+    kind = array.type
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pc.if_else(pc.is_valid(array), pa.scalar(b"\0", kind), pa.scalar(None, kind))
+    if pa.types.is_struct(kind) and kind.num_fields:
+        fields = [_outline(child) for child in array.flatten()]
+        return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=pc.is_null(array))
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return array
+    leaf = kind.value_type
+    while pa.types.is_list(leaf) or pa.types.is_large_list(leaf):
+        leaf = leaf.value_type
+    if pa.types.is_integer(leaf) or pa.types.is_floating(leaf):
+        array = pc.list_slice(array, 0, 1)
+        kind = array.type
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(
+        np.concatenate([[0], np.cumsum(lengths)]), pa.int64() if pa.types.is_large_list(kind) else pa.int32()
+    )
+    list_type = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+    return list_type.from_arrays(offsets, _outline(array.flatten()), mask=pc.is_null(array))
 
 
 def restore_media(value: T) -> T:

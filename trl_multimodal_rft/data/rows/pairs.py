@@ -127,9 +127,7 @@ def read_answer(
     completion: str | list | None, column: str, row_index: int, rules: MediaRules = DEFAULT_RULES
 ) -> list[dict[str, Any]]:
     """Returns the messages of a completion. Raises a `ValueError` unless the first message is the assistant's."""
-    messages = read_messages(completion, column, row_index, rules)
-    if isinstance(completion, str):
-        return [{**messages[0], "role": "assistant"}]
+    messages = read_messages(completion, column, row_index, rules, role="assistant")
     role = messages[0]["role"]
     if role != "assistant":
         raise ValueError(

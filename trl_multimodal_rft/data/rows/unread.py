@@ -12,16 +12,18 @@ from datasets.features.features import FeatureType
 
 from ...credentials import masked_url
 from ...families import MODALITIES
-from ..reading.refs import Encoded, MediaError
+from ..reading.refs import Encoded, MediaError, iter_refs
+from .columns import read_messages
 from .counts import empty_row_indices
-from .features import Rows, feature_leaves
-from .find_media import block_modality, find_media, holds_several_media, is_absent, is_empty, may_be_sentence
+from .features import Rows, feature_leaves, outlined_rows
 from .load import check_separator
 from .names import MEDIA_COLUMNS, TEACHER, check_names, other_layout, prepare_remedy
+from .values import block_modality, holds_several_media, is_empty, may_be_sentence, media_in
 
 
-# Number of evenly spaced rows that are inspected
+# Numbers of evenly spaced rows that are inspected, and of those whose messages are read
 _N_ROWS = 16
+_N_PARSED = 1000
 
 _MODALITIES_BY_FEATURE = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
 
@@ -338,6 +340,16 @@ def _inspect_dataset(
     modalities: set[str | None] = {
         MEDIA_COLUMNS[column] for column in filled_columns.difference(ignored) if [*feature_leaves(features[column])]
     }
+    present = [column for column in message_columns if column in features and column not in MEDIA_COLUMNS]
+    n_read = 0
+    if isinstance(dataset, Dataset) and present:
+        n_read = min(len(dataset), _N_PARSED)
+        sample = dataset.select([i * len(dataset) // n_read for i in range(n_read)])
+        for _, row in outlined_rows(sample, present):
+            modalities |= _row_modalities(row, present, ())
+    if isinstance(dataset, Dataset) and n_read == len(dataset):
+        return features, rows, modalities
+    # Other rows may have media for which their features have keys
     for column in message_columns:
         for key, leaf in feature_leaves(features.get(column, Value("null"))):
             if key in ("bytes", "path", "url", "base64"):
@@ -356,10 +368,11 @@ def _media_in_column(column: str, feature: FeatureType | None, values: list) -> 
     findings = []
     in_every_cell = True
     for value in values:
-        media = [*find_media(value, column)]
-        if not media and not is_absent(value) and value:
+        media = [*media_in(value, column)]
+        if not media and not is_empty(value):
             in_every_cell = False
-        findings += [(isinstance(value, (list, tuple)), *medium) for medium in media]
+        is_list = isinstance(value, (list, tuple))
+        findings += [(is_list, path, reading.modality, reading.value) for path, reading in media]
     # Media before texts that may be names of files
     for is_list, path, modality, medium in sorted(findings, key=lambda finding: isinstance(finding[-1], str)):
         if isinstance(medium, Encoded):
@@ -398,18 +411,28 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
+def _message_modalities(messages: Any, column: str) -> set[str]:
+    """Returns the modalities of the media in messages, none for those that the encoder refuses when it reads them."""
+    if not isinstance(messages, list) or not messages:
+        return set()
+    try:
+        refs = iter_refs(read_messages(messages, column, 0))
+        return {ref.modality for ref in refs if ref.source is not None}
+    except MediaError:
+        return set()
+
+
 def _row_modalities(row: dict[str, Any], message_columns: Collection[str], ignored: Collection[str]) -> set[str]:
-    """Returns the modalities of a row's media, or all modalities if the modality of a medium is unknown."""
+    """Returns the modalities of a row's media."""
     modalities = {
         modality
         for column, modality in MEDIA_COLUMNS.items()
         if column not in ignored and not is_empty(row.get(column))
     }
     for column in message_columns:
-        if isinstance(row.get(column), str):
-            continue
-        for _, modality, _ in find_media(row.get(column)):
-            if modality is None:
-                return {*MODALITIES}
-            modalities.add(modality)
+        name = column.removeprefix(TEACHER)
+        if name not in MEDIA_COLUMNS:
+            modalities |= _message_modalities(row.get(column), column)
+        elif not is_empty(row.get(column)):
+            modalities.add(MEDIA_COLUMNS[name])
     return modalities

@@ -4,8 +4,8 @@
 from collections.abc import Collection, Sequence
 
 from ...data.rows.batches import Row
-from ...data.rows.find_media import is_empty
 from ...data.rows.unread import check_columns
+from ...data.rows.values import is_empty
 from ...encoding.prompts import EncodedPrompt
 
 
