@@ -88,20 +88,25 @@ class PromptEncoder:
         Returns the encoded prompt of a row, or `None` without media, as its format then depends on the batch's other
         rows. `prompt` is the row's prompt as text or messages, by default read from the row.
         """
-        check_has_prompt(row)
         if prompt is None:
-            (prompt,) = self.messages([row])
+            prompt = self.read_row(row)
         if next(iter_refs(prompt), None) is None:
             self.checked_prompt(prompt, row.row_index)
             return None
         return self.encode(prompt, row.row_index)
 
+    def read_row(self, row: Row, prefix: str = "") -> Any:
+        """Returns the prompt of a row as text or messages, without decoding its media. See [`messages`]."""
+        check_has_prompt(row)
+        (prompt,) = self.messages([row], prefix)
+        self.checked_prompt(prompt, row.row_index)
+        return prompt
+
     def encode_teacher_prompt(self, row: Row) -> EncodedPrompt | None:
         """Returns the encoded prompt of a row's teacher, or `None` if it has no media or is the student's prompt."""
         if not has_teacher_prompt(row):
             return None
-        (prompt,) = self.messages([row], TEACHER)
-        return self.encode_row(row, prompt)
+        return self.encode_row(row, self.read_row(row, TEACHER))
 
     def encode(
         self, prompt: Any, row: int, view: View | None = None, *, sampled: bool = False, **template_kwargs: Any

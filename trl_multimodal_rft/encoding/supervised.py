@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Encoding of rows of a supervised dataset, as prompts and completions for a policy, and as whole sequences."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import SequenceMatcher
 from itertools import chain
@@ -100,28 +101,14 @@ class SupervisedEncoder(TextEncoder):
         row = row if isinstance(row, Row) else Row(0, dict(row))
         label = f"row {row.row_index}"
         is_conversation = bool(row.get("messages"))
-        if is_conversation and completion_only:
-            raise ValueError(
-                f"{label}, column 'messages': `completion_only_loss=True` needs `prompt` and `completion`; use "
-                "`assistant_only_loss=True` to learn the assistant's turns."
-            )
-        if is_conversation:
-            read_messages(row["messages"], "messages", row.row_index)
-        prompt_messages, completion = _whole_or_split(row, label)
-        try:
-            messages = self._messages(row, prompt_messages, completion)
-            check_text_only([message for message in messages if message["role"] == "assistant"])
+        messages, n = self.read_sequence(row, completion_only)
+        with _naming_column(row):
             if is_conversation:  # the whole conversation takes the place of the prompt
                 prompt = self._encode(messages, row, add_generation_prompt=False)
                 ids = []
             else:
-                n = len(prompt_messages)
                 prompt = self._encode(_text_or_messages(row, messages[:n]), row)
                 ids = self._completion_ids(row, messages, n, label, self._end)
-        except MediaError as error:
-            if not is_conversation:
-                raise
-            raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
         sequence = with_text(prompt, ids, self.model)
         # `with_text` marks only the text after the prompt as learned
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
@@ -140,6 +127,33 @@ class SupervisedEncoder(TextEncoder):
                 "`completion_only_loss=False`."
             )
         return sequence
+
+    def read_sequence(self, row: Row, completion_only: bool | None = None) -> tuple[list, int]:
+        """
+        Reads a row as [`encode_sequence`] does, without decoding its media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+            completion_only (`bool`, *optional*):
+                Whether to learn only the completion.
+
+        Returns:
+            `tuple[list, int]`: Messages whose media blocks hold [`MediaRef`]s, and the number of the prompt's.
+        """
+        is_conversation = bool(row.get("messages"))
+        if is_conversation and completion_only:
+            raise ValueError(
+                f"row {row.row_index}, column 'messages': `completion_only_loss=True` needs `prompt` and "
+                "`completion`; use `assistant_only_loss=True` to learn the assistant's turns."
+            )
+        if is_conversation:
+            read_messages(row["messages"], "messages", row.row_index)
+        prompt_messages, completion = _whole_or_split(row, f"row {row.row_index}")
+        with _naming_column(row):
+            messages = self._messages(row, prompt_messages, completion)
+            check_text_only([message for message in messages if message["role"] == "assistant"])
+        return messages, len(prompt_messages)
 
     def encode_pairs(
         self, rows: Sequence[Mapping[str, Any]], end_ids: list[int]
@@ -168,15 +182,18 @@ class SupervisedEncoder(TextEncoder):
         for index, columns in enumerate(rows):
             row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             label = f"row {row.row_index} of `ptx_dataset`"
-            prompt_messages, completion = _split_messages(row, label)
-            messages = self._messages(row, prompt_messages, completion)
-            n = len(prompt_messages)
+            messages, n = self.read_split(row, label)
             prompt = self._encode(_text_or_messages(row, messages[:n]), row)
             ids = self._completion_ids(row, messages, n, label)
             prompts.append(prompt)
             end_indices = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
         return prompts, *padded(completions)
+
+    def read_split(self, row: Row, label: str) -> tuple[list, int]:
+        """Returns the messages of a row of `ptx_dataset`, and the number of the prompt's. Decodes no media."""
+        prompt_messages, completion = _split_messages(row, label)
+        return self._messages(row, prompt_messages, completion), len(prompt_messages)
 
     def encode_preference(self, row: Row, whole: bool = False) -> PreferencePair:
         """
@@ -203,12 +220,8 @@ class SupervisedEncoder(TextEncoder):
         if whole and row.get("chosen_ids") and row.get("rejected_ids"):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
             return with_common_start(*map(self.encode_tokens, tokenized))
-        for column in COMPLETIONS:
-            read_messages(row.get(column), column, row.row_index)
-        columns = self._with_answer_media(row)
         label = f"row {row.row_index}"
-        # By column: the row with its completion, all messages, and the number of messages in the prompt
-        selections = {column: self._select_completion(columns, column) for column in COMPLETIONS}
+        selections = self.read_pair(row)
         has_media = next(iter_refs([messages for _, messages, _ in selections.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
         if whole and not has_media and not family_of(self.model).token_field_fill:
@@ -229,6 +242,28 @@ class SupervisedEncoder(TextEncoder):
         rejected = completions["rejected"]
         return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
 
+    def read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
+        """
+        Reads a row as [`encode_preference`] does, without decoding its media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+
+        Returns:
+            `dict[str, tuple]`: By the column of a completion, the row with it, all messages, and the number of the
+            prompt's.
+        """
+        for column in COMPLETIONS:
+            read_messages(row.get(column), column, row.row_index, role="assistant")
+        columns = self._with_answer_media(row)
+        return {column: self._select_completion(columns, column) for column in COMPLETIONS}
+
+    def read_completion(self, row: Row) -> tuple[Row, list, int]:
+        """Reads a row as [`encode_completion`] does, without decoding its media. Returns as [`read_pair`] does."""
+        check_text_only(read_messages(row.get("completion"), "completion", row.row_index, role="assistant"))
+        return self._select_completion(row, "completion")
+
     def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
         """
         Encodes a prompt once, with its media, and its completion. A text gets the EOS token.
@@ -245,8 +280,7 @@ class SupervisedEncoder(TextEncoder):
                 it after the prompt.
             [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
-        check_text_only(read_messages(row.get("completion"), "completion", row.row_index))
-        selected_row, messages, n = self._select_completion(row, "completion")
+        selected_row, messages, n = self.read_completion(row)
         ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
@@ -477,6 +511,17 @@ class SupervisedEncoder(TextEncoder):
                 )
             mask[start:end] = True
         return mask
+
+
+@contextmanager
+def _naming_column(row: Row) -> Iterator[None]:
+    """Names the column `messages` in errors about a prompt, if it stands for the whole conversation of a row."""
+    try:
+        yield
+    except MediaError as error:
+        if not row.get("messages"):
+            raise
+        raise MediaError(str(error).replace("column 'prompt", "column 'messages")) from error
 
 
 def _with_prompt(row: Row) -> dict[str, Any]:

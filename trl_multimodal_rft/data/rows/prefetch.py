@@ -70,6 +70,10 @@ class PrefetchPool(Generic[T]):
         for job in old_jobs.values():
             job.cancel()
 
+    def is_read(self, row_index: int) -> bool:
+        """Returns whether a row that was prefetched can be taken at once."""
+        return self._jobs[row_index].done()
+
     def take(self, row_index: int) -> T:
         """Returns a row as soon as it is read, and drops it from the pool."""
         job = self._jobs.pop(row_index, None) or self._submit(row_index)

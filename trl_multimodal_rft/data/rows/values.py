@@ -153,7 +153,7 @@ def source_objection(modality: str, value: Any) -> str | None:
         return reading.objection
     is_file = isinstance(value, (os.PathLike, Mapping, Encoded))  # files of videos have sounds, and pictures frames
     if reading.kind == "medium" and not is_file and reading.modality not in (None, modality):
-        return f"{'an' if reading.modality[0] in 'ai' else 'a'} {reading.modality}"
+        return f"of modality {reading.modality}"
     return None
 
 
@@ -182,8 +182,8 @@ def _sound_with_rate(value: tuple) -> Reading | None:
     if len(value) != 2:
         return None
     samples, rate = value if _is_array(value[0]) and len(value[0].shape) > 0 else value[::-1]
-    is_rate = isinstance(rate, Number) and not isinstance(rate, (bool, complex)) and not _is_array(rate)
-    is_rate = is_rate or (_is_array(rate) and len(rate.shape) == 0)
+    is_number = isinstance(rate, Number) and not isinstance(rate, (bool, complex))
+    is_rate = is_number or getattr(rate, "shape", None) == ()
     if not is_rate or not _is_array(samples) or len(samples.shape) not in (1, 2) or 0 in samples.shape:
         return None
     return Reading("medium", {"array": samples, "sampling_rate": rate}, "audio")

@@ -242,6 +242,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.train_dataset = rollouts.prompts.dataset
         return self.train(resume_from_checkpoint)
 
+    def _row_readers(self):
+        return {}  # rows are asked as the experience maker gets them
+
     def get_train_dataloader(self):
         return self.accelerator.prepare_data_loader(self._rollouts.prompts, device_placement=False)
 

@@ -376,7 +376,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return None
         n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
-        encoder = SupervisedEncoder(
+        prompts, ids, mask = self._supervised_encoder().encode_pairs(
+            self._supervised_rows.at(start, n), self.eos_token_ids
+        )
+        device = self.accelerator.device
+        return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
+
+    def _supervised_encoder(self) -> SupervisedEncoder:
+        return SupervisedEncoder(
             self.processing_class,
             self._unwrapped(self.model),
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
@@ -385,9 +392,13 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             media_rules=self.args.rules,
             special_tokens_in_text=self.args.special_tokens_in_text,
         )
-        prompts, ids, mask = encoder.encode_pairs(self._supervised_rows.at(start, n), self.eos_token_ids)
-        device = self.accelerator.device
-        return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
+
+    def _row_readers(self):
+        encoder = self._supervised_encoder()
+        return {
+            **super()._row_readers(),
+            "ptx_dataset": (self._ptx_dataset, lambda row: encoder.read_split(row, f"row {row.row_index}")[0]),
+        }
 
     def _fingerprints(self):
         if self._ptx_dataset is None:

@@ -116,6 +116,10 @@ class PairCollator(RowCollator[ConfigT]):
         check_ids(torch.tensor([*pair.input_ids, *pair.chosen, *pair.rejected]), self.model.config, row.row_index)
         return pair
 
+    def read(self, row: Row) -> list:
+        self._column_tensors([row])
+        return [messages for _, messages, _ in self._encoder_of(row).read_pair(row).values()]
+
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
         max_length = self.args.max_length
         if max_length is not None and not prompt.modalities and len(prompt) >= max_length:

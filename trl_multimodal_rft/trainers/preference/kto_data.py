@@ -140,6 +140,10 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
         micro_batch_starts = [i - i % size for i in range(n)]
         return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(micro_batch_starts)]
 
+    def read(self, row: Row) -> list:
+        label_of(row.get("label"), row.row_index)
+        return self._encoder_of(row).read_completion(row)[1]
+
     def encode(self, row: Row) -> LabelledCompletion:
         """
         Encodes a row. `chosen` is its completion, cut to `max_length`. `rejected` is its whole completion, which

@@ -18,6 +18,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
+from ...data.rows.batches import Row
 from ...data.rows.features import Rows
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
@@ -259,6 +260,9 @@ class MultimodalTrainer(BaseTrainer):
         check_sampler(self._run, self.sampler, rollout, logit_bias=self._logit_bias, **options)
 
     # Rows and prompts
+
+    def _read_row(self, row: Row) -> Any:
+        return self._run.read_row(row)
 
     def _train_loader(self) -> DataLoader:
         steps = self._steps_per_rollout

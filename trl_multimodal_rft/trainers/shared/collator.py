@@ -69,6 +69,10 @@ class RowCollator(Generic[ConfigT]):
         """Returns a row as it is forwarded. Raises `OverlongRow` if `max_length` leaves nothing of it to learn."""
         raise NotImplementedError
 
+    def read(self, row: Row) -> list:
+        """Returns the messages of a row, or several such lists, as `encode` reads them, without decoding media."""
+        raise NotImplementedError
+
     def _token_columns(self, row: Row) -> dict[str, list[int]]:
         raise NotImplementedError
 

@@ -23,6 +23,7 @@ from ...data.reading.refs import MediaError, OverlongRow
 from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
 from ...data.rows.features import holds_files
 from ...data.rows.unread import lists_columns
+from ...encoding.concatenated import PART_LENGTHS
 from ...encoding.processors import tokenizer_of
 from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...families import family_of
@@ -43,6 +44,7 @@ from .dataset_checks import check_held_out, modalities, unchecked_datasets, warn
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans, ReadMetrics
+from .row_pass import ReadRow
 from .scoring import compile_models
 from .setup import check_launch
 from .signatures import EvalRows, Processor, Rows
@@ -186,6 +188,15 @@ class CompletionTrainer(BaseTrainer):
             f"into `max_length` ({self.args.max_length}); they are listed in {file}."
         )
         return dataset.select([index for index in range(len(dataset)) if index not in errors])
+
+    def _row_readers(self) -> dict[str, tuple[Any, ReadRow]]:
+        source = self._token_columns.source
+        train_rows, eval_rows = source(self.train_dataset), map_splits(self.eval_dataset, source)
+        return {"train_dataset": (train_rows, self._read_row), "eval_dataset": (eval_rows, self._read_row)}
+
+    def _read_row(self, row: Row) -> Any:
+        is_tokenized = row.get("input_ids") or row.get("chosen_ids") or row.get(PART_LENGTHS)
+        return [] if is_tokenized else self.data_collator.read(row)
 
     def _train_loader(self) -> DataLoader:
         args = self.args

@@ -18,10 +18,10 @@ from trl.trainer.utils import use_adapter
 from ...algorithms.metrics import Latest, MetricLog
 from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
-from ...data.rows.names import check_has_prompt, check_reward_columns
+from ...data.rows.names import TEACHER, check_has_prompt, check_reward_columns
 from ...data.rows.unread import without_media
 from ...encoding.processors import ends_with, tokenizer_of
-from ...encoding.prompt_encoder import PromptEncoder
+from ...encoding.prompt_encoder import PromptEncoder, has_teacher_prompt
 from ...engines.samplers import Sampler
 from ...families import input_modalities
 from ...forward.scores import Scores
@@ -157,6 +157,18 @@ class Run:
             self.notices.unchecked_datasets.remove(name)
             modalities = input_modalities(self.prompts.model)
             warn_of_unread_media(self.args, {name: [dict(row) for row in rows]}, modalities, dataset_part="first")
+
+    def read_row(self, row: Row) -> Any:
+        """Returns the prompts of a row, also its teacher's, without decoding media. Asks environments for the row."""
+        if self.toolbox.factories:
+            self.toolbox.check_row(row)
+            return []
+        if not self.completions.encodes_text:  # `rollout_func` reads the messages
+            return self.prompts.messages([row])
+        prompts = [self.prompts.read_row(row)]
+        if self.args.encodes_teacher_prompts and has_teacher_prompt(row):
+            prompts.append(self.prompts.read_row(row, TEACHER))
+        return prompts
 
     def check_new(self, datasets: dict[str, Any], reward_funcs: Sequence[Any]) -> None:
         """Checks datasets for evaluation that the constructor didn't get, as it checks its own."""

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 
 from ...algorithms.metrics import MetricLog
 from ...checks.run_checks import Checks
+from ...data.rows.batches import Row
 from ...data.rows.fingerprint import fingerprint
 from ...forward.scores import DeferredParts
 from ...forward.token_budget import backward_by_parts
@@ -45,6 +46,7 @@ from ..checkpoints.shards import saving_whole_weights, writes_shards
 from .arguments import check_keywords
 from .finite import check_weights, skip_broken_update
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
+from .row_pass import ReadRow, RowPass
 from .signals import EndOnSignal
 
 
@@ -92,6 +94,7 @@ class BaseTrainer(Trainer):
     ema: Any = None  # a `MovingAverage` of the weights
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _checkpoints: Checkpoints
+    _row_pass: RowPass
     _folders_of_model: tuple[str, ...] = ()  # folders in a checkpoint that are published with the policy
     _signal_callback: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
@@ -129,12 +132,14 @@ class BaseTrainer(Trainer):
         `TypeError` if the trainer lacks an attribute that this class needs.
         """
         self._checkpoints = Checkpoints(self.args, self.accelerator, self._tag_names[1])
+        self._row_pass = RowPass(self.accelerator, self._row_readers)
         missing = [name for name in get_annotations(BaseTrainer) if not hasattr(self, name)]
         if missing:
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}; set it before `_finish_setup`.")
         keep_differentiable(self.model)
         self.add_callback(_RestoreState(self._checkpoints, self._load_state))
         self.add_callback(SaveBeforePush(self._save_before_first_push))
+        self.add_callback(self._row_pass)
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
         if self.args.enable_jit_checkpoint or self.args.save_strategy != SaveStrategy.NO:
@@ -201,6 +206,7 @@ class BaseTrainer(Trainer):
             # When the run ends, also by an error, the stack calls the following functions, the last one first
             stack.push(self._tell_callbacks_of_error)
             stack.callback(self._stream.close)
+            stack.callback(self._row_pass.close)
             stack.callback(lambda: self.in_flight and self.in_flight.clear())
             self._invalidate_engine()
             console = console_of(self.callback_handler.callbacks)
@@ -225,6 +231,14 @@ class BaseTrainer(Trainer):
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
         return {"train_dataset": fingerprint(self.train_dataset, self.args.rules.media_dir)}
+
+    def _row_readers(self) -> dict[str, tuple[Any, ReadRow]]:
+        """Returns, by the name of an argument, datasets and the function that reads a row of them without media."""
+        datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+        return {name: (dataset, self._read_row) for name, dataset in datasets.items()}
+
+    def _read_row(self, row: Row) -> Any:
+        raise NotImplementedError
 
     def get_train_dataloader(self):
         return self._train_loader()

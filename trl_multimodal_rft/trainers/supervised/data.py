@@ -12,10 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from trl.chat_template_utils import get_training_chat_template
 from trl.data_utils import maybe_convert_to_chatml
 
-from ...data.reading.refs import OverlongRow
+from ...data.reading.refs import MediaError, OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.names import other_layout
 from ...data.rows.unread import lists_columns
+from ...data.rows.values import is_empty
 from ...encoding.concatenated import PART_LENGTHS, encode_concatenated
 from ...encoding.prompts import check_ids
 from ...encoding.sequences import SupervisedSequence
@@ -25,6 +26,11 @@ from .config import MultimodalSFTConfig
 
 
 logger = get_logger(__name__)
+
+_TEXT_WITH_MEDIA = (
+    "plain text and media ({media}), and nothing says where in the text they are; give `prompt` and `completion`, or "
+    "`messages`, or ignore the media by `ignored_media_columns`"
+)
 
 
 @dataclass
@@ -74,16 +80,31 @@ class SupervisedCollator(RowCollator[MultimodalSFTConfig]):
 
     def _encode_whole(self, row: Row) -> SupervisedSequence:
         args = self.args
+        if self._is_text(row):
+            self.read(row)
         if row.get("input_ids"):
             sequence = self.encoder.encode_tokens(row, args.completion_only_loss)
         elif self.formatting_func is not None:
             sequence = self.encoder.encode_text(self.formatting_func(row), row.row_index)
-        elif args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}:
+        elif self._is_text(row):
             sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
         else:
             sequence = self._encoder_of(row).encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         check_ids(sequence.input_ids, self.model.config, row.row_index)
         return sequence
+
+    def _is_text(self, row: Row) -> bool:
+        """Returns whether a row is tokenized, or written as one text."""
+        is_text_alone = self.args.dataset_text_field in row and not row.keys() & {"prompt", "messages"}
+        return bool(row.get("input_ids")) or self.formatting_func is not None or is_text_alone
+
+    def read(self, row: Row) -> list:
+        if not self._is_text(row):
+            return self._encoder_of(row).read_sequence(row, self.args.completion_only_loss)[0]
+        media = sorted(name for name in self._media_columns if not is_empty(row.get(name)))
+        if media and not row.get(PART_LENGTHS):
+            raise MediaError(f"row {row.row_index}: {_TEXT_WITH_MEDIA.format(media=media)}")
+        return []
 
     def _cut(self, sequence: SupervisedSequence) -> SupervisedSequence:
         args = self.args
@@ -145,10 +166,7 @@ class SupervisedCollator(RowCollator[MultimodalSFTConfig]):
                     name, columns, f"`prompt` and `completion`, `messages`, `input_ids` or {text_column}", layout
                 )
         if media:
-            raise ValueError(
-                f"The {name} dataset has plain text and media ({media}), and nothing says where in the text they are; "
-                "give `prompt` and `completion`, or `messages`, or ignore the media by `ignored_media_columns`."
-            )
+            raise ValueError(f"The {name} dataset has {_TEXT_WITH_MEDIA.format(media=media)}.")
         if "input_ids" in columns:
             return _with_labels(dataset, name, columns, args)
         if args.assistant_only_loss:
