@@ -129,18 +129,7 @@ class SupervisedEncoder(TextEncoder):
         return sequence
 
     def read_sequence(self, row: Row, completion_only: bool | None = None) -> tuple[list, int]:
-        """
-        Reads a row as [`encode_sequence`] does, without decoding its media.
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row.
-            completion_only (`bool`, *optional*):
-                Whether to learn only the completion.
-
-        Returns:
-            `tuple[list, int]`: Messages whose media blocks hold [`MediaRef`]s, and the number of the prompt's.
-        """
+        """Returns the messages that [`encode_sequence`] encodes, and the number of the prompt's. Decodes no media."""
         is_conversation = bool(row.get("messages"))
         if is_conversation and completion_only:
             raise ValueError(
@@ -244,15 +233,8 @@ class SupervisedEncoder(TextEncoder):
 
     def read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
         """
-        Reads a row as [`encode_preference`] does, without decoding its media.
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row.
-
-        Returns:
-            `dict[str, tuple]`: By the column of a completion, the row with it, all messages, and the number of the
-            prompt's.
+        Returns what [`encode_preference`] encodes, by the column of a completion: the row with it, all messages, and
+        the number of the prompt's. Decodes no media.
         """
         for column in COMPLETIONS:
             read_messages(row.get(column), column, row.row_index, role="assistant")
@@ -285,22 +267,7 @@ class SupervisedEncoder(TextEncoder):
         return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
-        """
-        Counts the tokens of a completion without decoding media.
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row.
-            column (`str`):
-                Column of the completion.
-
-        Returns:
-            `int` or `None`: Number of tokens, `None` for a completion with media.
-
-        Raises:
-            `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
-                it after the prompt.
-        """
+        """Returns the number of tokens of a completion, `None` if it has media. Decodes no media."""
         selected_row, messages, n = self._select_completion(row, column)
         if next(iter_refs(messages[n:]), None) is not None:
             return None

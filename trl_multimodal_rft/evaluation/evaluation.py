@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -39,7 +40,8 @@ from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Rollout
-from ..rollout.stream import EncodedRow
+from ..rollout.row_pass import RowPass
+from ..rollout.stream import EncodedRow, UnreadableRows
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig
@@ -131,8 +133,17 @@ class Evaluation:
         n_answers = 0
         n_correct = 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
-        with kept_random_state(), evaluation_mode(self.policy.model), reward_loop(functions) as self.loop, bar:
+        row_pass = RowPass(self.accelerator, lambda: {"dataset": (self.dataset, self._read_prompt)})
+        row_pass.begin(UnreadableRows("skip" if self.skips_unreadable else "raise", n))
+        with (
+            closing(row_pass),
+            kept_random_state(),
+            evaluation_mode(self.policy.model),
+            reward_loop(functions) as self.loop,
+            bar,
+        ):
             for first_index in range(0, len(batches), n_ranks):  # index of rank 0's batch
+                row_pass.go_on()
                 batch_index = first_index + self.accelerator.process_index
                 if batch_index < len(batches):
                     new_records = self._answer_batch(batch_index, batches[batch_index])
@@ -174,6 +185,12 @@ class Evaluation:
         model = self.encoder.model.config._name_or_path
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
+
+    def _read_prompt(self, row: Row) -> Any:
+        if self.toolbox.factories:
+            self.toolbox.check_row(row)
+            return []
+        return self.encoder.read_row(row)
 
     def _check_columns(self, rows: Dataset | Sequence[dict[str, Any]], dataset_part: Literal["all", "first"]) -> None:
         """

@@ -54,8 +54,9 @@ def check_reachable(ref: MediaRef) -> None:
     Raises a [`MediaError`] for a medium whose file the rules don't allow, or which isn't on this machine although its
     path is local. Opens and downloads nothing.
     """
-    sources = encoded_source(ref)
-    for source in sources if isinstance(sources, list) else [sources]:
+    source = encoded_source(ref)
+    sources = source if isinstance(source, list) else [source]
+    for source in sources:
         path = encoded_source(replace(ref, source=source)) if isinstance(source, dict) else source
         if isinstance(path, (str, os.PathLike)):
             _locate(ref, os.fspath(path))

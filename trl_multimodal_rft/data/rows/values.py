@@ -94,7 +94,7 @@ def read_value(value: Any) -> Reading:
         return Reading("text", value, named_modality(value))
     if is_absent(value):
         return Reading("nothing")
-    medium = _read_medium(value)
+    medium = _as_media(value)
     if medium is not None:
         return medium
     if isinstance(value, (list, tuple, set, frozenset, Mapping)) or is_record(value):
@@ -157,7 +157,7 @@ def source_objection(modality: str, value: Any) -> str | None:
     return None
 
 
-def _read_medium(value: Any) -> Reading | None:
+def _as_media(value: Any) -> Reading | None:
     if isinstance(value, (MediaRef, Encoded)):
         return Reading("medium", value, value.modality)
     if isinstance(value, PIL.Image.Image):
@@ -174,7 +174,7 @@ def _read_medium(value: Any) -> Reading | None:
         return Reading("medium", value, "image" if len(value.shape) < 4 else None)
     if isinstance(value, tuple):
         return _sound_with_rate(value)
-    return _medium_of_fields(value) if isinstance(value, Mapping) else None
+    return _media_of_fields(value) if isinstance(value, Mapping) else None
 
 
 def _sound_with_rate(value: tuple) -> Reading | None:
@@ -189,7 +189,7 @@ def _sound_with_rate(value: tuple) -> Reading | None:
     return Reading("medium", {"array": samples, "sampling_rate": rate}, "audio")
 
 
-def _medium_of_fields(value: Mapping) -> Reading | None:
+def _media_of_fields(value: Mapping) -> Reading | None:
     fields = {key: item for key, item in value.items() if not is_absent(item)}
     block_type = fields.get("type")
     modality = block_modality(block_type)
@@ -206,7 +206,7 @@ def _medium_of_fields(value: Mapping) -> Reading | None:
         return Reading("medium", {"type": modality, "data": data} if modality else value, modality)
     resource = fields.get("resource")
     if block_type == "resource" and isinstance(resource, Mapping):  # MCP's embedded file
-        medium = _medium_of_fields(resource)
+        medium = _media_of_fields(resource)
         if medium is None and not isinstance(resource.get("text"), str):
             return Reading("objection", value, objection=f"a resource with {sorted(map(str, resource))}")
         return Reading("text", resource["text"]) if medium is None else medium

@@ -223,18 +223,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def run(self, rollouts: Rollouts, n_consumed: int, resume_from_checkpoint: str | bool | None) -> TrainOutput:
         """
-        Trains on rollouts, see [`PPOTrainerVL.fit`].
-
-        Args:
-            rollouts ([`Rollouts`]):
-                The rollouts.
-            n_consumed (`int`):
-                Number of prompts before the first rollout, over all ranks. A checkpoint replaces it.
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                See [`~transformers.Trainer.train`].
-
-        Returns:
-            [`~transformers.trainer_utils.TrainOutput`]: Number of steps, loss and metrics.
+        Trains on rollouts, see [`PPOTrainerVL.fit`]. `n_consumed` is the number of prompts before the first rollout,
+        over all ranks, which a checkpoint replaces. `resume_from_checkpoint` is that of
+        [`~transformers.Trainer.train`], as is the output.
         """
         self._rollouts = rollouts
         self.client_states = {"consumed_samples": n_consumed}

@@ -2,7 +2,7 @@
 """Checks of datasets for training and evaluation, in a constructor and whenever a run gets another one."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from accelerate.logging import get_logger
@@ -22,6 +22,7 @@ from ...families import MODALITIES, input_modalities
 from ...models.modes import kept_random_state
 from ...models.pretrained import read_config
 from ...rewards.named import check_reward_columns
+from ...rollout.row_pass import named_splits
 from ...rollout.stream import RowStream
 from ...views.options import changed_media
 from .arguments import mapping
@@ -67,15 +68,6 @@ def check_takes_media(
             except MediaError:  # training raises it when it reads the row
                 continue
             check_encodes(list(iter_refs(row_with_messages)), processing_class)
-
-
-def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields each dataset with its name in messages. An entry is a dataset, a dictionary of them, or `None`."""
-    for argument, entry in datasets.items():
-        splits = entry if isinstance(entry, dict) else {None: entry}
-        for split, dataset in splits.items():
-            if dataset is not None:
-                yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
 
 
 def warn_of_unread_media(

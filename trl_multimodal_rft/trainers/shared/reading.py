@@ -38,13 +38,13 @@ from ...models.wrapped import replaced
 from ...policy import Fallbacks, PolicyForward
 from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
+from ...rollout.row_pass import ReadRow
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
 from .arguments import check_arguments
 from .dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans, ReadMetrics
-from .row_pass import ReadRow
 from .scoring import compile_models
 from .setup import check_launch
 from .signatures import EvalRows, Processor, Rows
@@ -191,8 +191,11 @@ class CompletionTrainer(BaseTrainer):
 
     def _row_readers(self) -> dict[str, tuple[Any, ReadRow]]:
         source = self._token_columns.source
-        train_rows, eval_rows = source(self.train_dataset), map_splits(self.eval_dataset, source)
-        return {"train_dataset": (train_rows, self._read_row), "eval_dataset": (eval_rows, self._read_row)}
+        eval_rows = map_splits(self.eval_dataset, source)
+        return {
+            "train_dataset": (source(self.train_dataset), self._read_row),
+            "eval_dataset": (eval_rows, self._read_row),
+        }
 
     def _read_row(self, row: Row) -> Any:
         is_tokenized = row.get("input_ids") or row.get("chosen_ids") or row.get(PART_LENGTHS)

@@ -38,6 +38,7 @@ from ...reporting.events import ErrorCallback, EventPart
 from ...reporting.hub import SaveBeforePush, is_running, warn_of_failures
 from ...reporting.model_card import CardRun, in_code, training_lines, write_card
 from ...rollout.ranks import any_rank
+from ...rollout.row_pass import ReadRow, RowPass
 from ...rollout.stream import RowStream, named_dataset
 from ..checkpoints.checkpoints import Checkpoints
 from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_without_weights
@@ -46,7 +47,6 @@ from ..checkpoints.shards import saving_whole_weights, writes_shards
 from .arguments import check_keywords
 from .finite import check_weights, skip_broken_update
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
-from .row_pass import ReadRow, RowPass
 from .signals import EndOnSignal
 
 

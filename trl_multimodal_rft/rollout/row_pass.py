@@ -13,16 +13,15 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ...data.reading.refs import MediaError, iter_refs
-from ...data.reading.sources import check_reachable
-from ...data.rows.batches import Row
-from ...data.rows.columns import lacking_tag
-from ...data.rows.features import outlined_rows
-from ...data.rows.prefetch import PrefetchPool
-from ...data.rows.unread import lists_columns
-from ...families import MODALITIES
-from ...rollout.stream import unreadable_rows
-from .dataset_checks import named_splits
+from ..data.reading.refs import MediaError, iter_refs
+from ..data.reading.sources import check_reachable
+from ..data.rows.batches import Row
+from ..data.rows.columns import lacking_tag
+from ..data.rows.features import outlined_rows
+from ..data.rows.prefetch import PrefetchPool
+from ..data.rows.unread import lists_columns
+from ..families import MODALITIES
+from .stream import UnreadableRows, unreadable_rows
 
 
 logger = get_logger(__name__)
@@ -53,8 +52,9 @@ class RowPass(TrainerCallback):
     """
     Reads all rows of datasets as they are encoded, except for their media, and looks whether files are there.
 
-    Rows are read before the first step for some seconds, by all ranks, each a share. A process reads the rows that are
-    left during the next steps. Streams, and datasets with a transform, aren't read.
+    Rows are read for some seconds before the first step of training, or the first batch of an evaluation, by all
+    ranks, each a share. A process reads the rows that are left during the next steps. Streams, and datasets with a
+    transform, aren't read.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]):
@@ -70,10 +70,24 @@ class RowPass(TrainerCallback):
         self._n_rows: dict[str, int] = {}
         self._findings = _Findings()
         self._pool: PrefetchPool | None = None
+        self._settings = UnreadableRows()
         self._next = 0  # index of the next part that this rank reads
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Reads rows for some seconds. Raises the errors that all ranks have found."""
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.begin(unreadable_rows(args.on_media_error))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.go_on()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.close()
+
+    def begin(self, settings: UnreadableRows) -> None:
+        """
+        Reads rows for some seconds. Raises the errors that all ranks have found, unless `settings` say that these rows
+        are skipped.
+        """
+        self._settings = settings
         self._parts = [*self._parts_of_rank()]
         self._findings = _Findings()
         self._next = 0
@@ -85,26 +99,21 @@ class RowPass(TrainerCallback):
             self._findings.add(other)
             if not is_done:
                 logger.info("The other rows are read beside the first steps.")
-        self._report(args)
+        self._report()
         if self._next < len(self._parts):
             self._pool = PrefetchPool(self._read_part)
             self._pool.prefetch(range(self._next, len(self._parts)))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def go_on(self) -> None:
         """Raises the errors of the rows that were left, once all of these are read."""
         if self._pool is None:
             return
-        found = _Findings()
         while self._next < len(self._parts) and self._pool.is_read(self._next):
-            found.add(self._pool.take(self._next))
+            self._findings.add(self._pool.take(self._next))
             self._next += 1
-        self._findings.add(found)
         if self._next == len(self._parts):
             self.close()
-            self._report(args)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        self.close()
+            self._report()
 
     def close(self) -> None:
         if self._pool is not None:
@@ -142,9 +151,10 @@ class RowPass(TrainerCallback):
                 findings.tags[key] = tags[0]
         return findings
 
-    def _report(self, args: Any) -> None:
-        findings, self._findings = self._findings, _Findings()
-        settings = unreadable_rows(args.on_media_error)
+    def _report(self) -> None:
+        findings = self._findings
+        self._findings = _Findings()
+        settings = self._settings
         for name, n_rows in self._n_rows.items():
             errors = {index: text for (dataset, index), text in sorted(findings.errors.items()) if dataset == name}
             tags = {index: tag for (dataset, index), tag in sorted(findings.tags.items()) if dataset == name}
@@ -166,6 +176,15 @@ class RowPass(TrainerCallback):
             many = f"{_count(len(errors), n_rows)} errors{limit}: " if len(errors) > 1 or limit else ""
             is_media_error = not any((name, index) in findings.unskipped for index in errors)
             raise (MediaError if is_media_error else ValueError)(f"{name}: {many}{shown}{rest}")
+
+
+def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields each dataset with its name in messages. An entry is a dataset, a dictionary of them, or `None`."""
+    for argument, entry in datasets.items():
+        splits = entry if isinstance(entry, dict) else {None: entry}
+        for split, dataset in splits.items():
+            if dataset is not None:
+                yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
 
 
 def _outlines(dataset: Any, indices: range) -> Iterator[Row]:
