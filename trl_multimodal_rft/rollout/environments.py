@@ -260,8 +260,8 @@ def as_content(
         unread = None if isinstance(result, str) else unread_part(result, "result")
         if unread is not None:
             raise MediaError(
-                f"{origin} returned {unread} that the model would not get; return text, or a list of content blocks, "
-                "such as [{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}]"
+                f"{origin} returned {unread} that the model would not get; return a list of content blocks, such as "
+                "[{'type': 'image', 'image': ...}, {'type': 'text', 'text': ...}], or text"
             )
         content = str(result)
         texts = [reading.value for _, reading in media_in(result)]

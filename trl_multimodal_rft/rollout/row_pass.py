@@ -141,7 +141,7 @@ class RowPass(TrainerCallback):
                 refs = [ref for ref in iter_refs(messages) if ref.source is not None]
                 for ref in refs:
                     check_reachable(ref)
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 findings.errors[key] = str(error)
                 if not isinstance(error, MediaError):
                     findings.unskipped.add(key)

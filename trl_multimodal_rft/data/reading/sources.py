@@ -54,10 +54,12 @@ def check_reachable(ref: MediaRef) -> None:
     Raises a [`MediaError`] for a medium whose file the rules don't allow, or which isn't on this machine although its
     path is local. Opens and downloads nothing.
     """
-    source = encoded_source(ref)
-    sources = source if isinstance(source, list) else [source]
-    for source in sources:
-        path = encoded_source(replace(ref, source=source)) if isinstance(source, dict) else source
+    source = ref.stored
+    items = source if isinstance(source, list) else [source]
+    for item in items:
+        if isinstance(item, dict) and item.get("array") is not None:
+            continue
+        path = encoded_source(replace(ref, source=item))
         if isinstance(path, (str, os.PathLike)):
             _locate(ref, os.fspath(path))
 
