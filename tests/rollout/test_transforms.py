@@ -11,7 +11,7 @@ from datasets import Dataset
 from helpers.resumed_runs import checkpoint, same_weights
 from helpers.trainer_utils import TRAINERS, make_trainer
 from PIL import Image
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from trl_multimodal_rft.data.rows.prefetch import PrefetchPool
 from trl_multimodal_rft.data.rows.seeds import seeded
@@ -151,7 +151,7 @@ def drawn(kind) -> Dataset:
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-@pytest.mark.parametrize("workers", [0, 2, 4])
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(4, marks=pytest.mark.gate)])
 def test_numbers_are_new_for_each_row_and_epoch_and_again_after_resuming(kind, workers, tmp_path):
     options = {"dataloader_num_workers": workers}
     run = Watched(kind, drawn(kind), tmp_path, **options, save_strategy="steps", save_steps=1).trained()
@@ -162,22 +162,17 @@ def test_numbers_are_new_for_each_row_and_epoch_and_again_after_resuming(kind, w
         assert same_weights(resumed.trainer, run.trainer)
 
 
-def test_seeds_leave_the_states():
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(()).item()
+def draw() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
 
-    drawn = set()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    expected = [draw(), draw()]
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
-    for numbers in ((0, 1, 2), (0, 2, 1), (1, 1, 2)):
-        first = draw() if not drawn else None
-        assert first in (None, expected[0])
+
+def test_seeds_leave_the_states():
+    set_seed(0)
+    expected = [draw() for _ in range(2)]
+    set_seed(0)
+    assert draw() == expected[0]
+    inner = set()
+    for numbers in ((0, 1, 2), (0, 2, 1), (1, 1, 2), (0, 1, 2)):
         with seeded(*numbers):
-            inner = draw()
-            drawn |= {*inner}
-        with seeded(*numbers):
-            assert draw() == inner
-    assert len(drawn) == 9 and draw() == expected[1]
+            inner.add(draw())
+    assert len(inner) == 3 and draw() == expected[1]
