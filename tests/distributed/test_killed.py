@@ -408,7 +408,9 @@ def test_signalled_between_steps(worker, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"media_prefetch": 2}, {"media_prefetch": 0, "dataloader_num_workers": 1}], ids=["ahead", "loader"]
+    "options",
+    [{"media_prefetch": 2, "dataloader_num_workers": 1}, {"media_prefetch": 0, "dataloader_num_workers": 1}],
+    ids=["ahead", "loader"],
 )
 def test_signalled_with_its_workers(options, worker, tmp_path):
     """Workers hold the rest of the batch, or rows of the next one."""

@@ -521,7 +521,7 @@ class KillReader(TrainerCallback):
 def test_killed_readers_start_again(tmp_path):
     straight = make(tmp_path / "straight")
     straight.train()
-    trainer = make(tmp_path / "killed", media_prefetch=1)
+    trainer = make(tmp_path / "killed", media_prefetch=1, dataloader_num_workers=1)
     trainer.add_callback(killer := KillReader(trainer))
     trainer.train()
     assert len(killer.killed) > 1

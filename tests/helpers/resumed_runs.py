@@ -31,6 +31,7 @@ class Recording:
 # dataset, an epoch is one generation batch, and the prompt that it omits depends on the order.
 REUSED = {
     "media_prefetch": 1,
+    "dataloader_num_workers": 1,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
@@ -140,6 +141,7 @@ def same_weights(a, b) -> bool:
 # prompts, so that the omitted prompt depends on the order. Two supervised rows per step straddle epochs of three.
 EVERYTHING = {
     "media_prefetch": 1,
+    "dataloader_num_workers": 1,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,

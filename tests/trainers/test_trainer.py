@@ -268,6 +268,7 @@ def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
         rows,
         objects=objects,
         media_prefetch=prefetch,
+        dataloader_num_workers=prefetch,
         self_check=True,
         **options,
     )

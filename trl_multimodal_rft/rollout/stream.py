@@ -140,7 +140,7 @@ class RowStream:
         self.sampler: DifficultySampler | None = None  # sampler of training rows
         self._pool: PrefetchPool | None = None
         self._n_prefetch = 0  # number of batches to prefetch
-        self._has_media_prompts = False  # whether any row had a prompt with media, which workers encode
+        self._uses_pool = False  # whether the pool reads rows: of a transform, or once any row had a prompt with media
         self._coming_rows: list[int] = []  # row indices of the next batches
         self._coming_extra_rows: list[int] = []
         self._checked_datasets: WeakSet[Any] = WeakSet()  # datasets whose columns were checked
@@ -185,7 +185,8 @@ class RowStream:
         self._n_prefetch = n_prefetch
         self._coming_rows = []
         if isinstance(dataset, IterableDataset):
-            self._check_whole_groups(shape)
+            if self._skips:
+                _check_whole_groups(shape)
             self._rows = None
             read_batch = self._read_training_batch
             self._batches = StreamBatches(
@@ -196,7 +197,7 @@ class RowStream:
         if getattr(args, "difficulty_sampling", False):
             self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
         dataset = self._select_columns(dataset)
-        self._rows = DatasetRows(dataset)
+        self._rows = rows = DatasetRows(dataset, args.seed)
         self._extra_rows = EndlessRows(dataset, args.seed + 1)
         self._batches = EpochBatches(
             len(dataset),
@@ -206,9 +207,10 @@ class RowStream:
             self.sampler,
             lambda: self.skipped,  # a function, as a checkpoint replaces the dictionary
         )
-        if n_prefetch > 0 and sys.platform == "linux" and self._encode is not None:  # the pool forks
-            rows = self._rows
-            n_workers = max(1, args.dataloader_num_workers)
+        # A transform stays in this process, where its state changes, unless workers are asked for
+        n_workers = max(args.dataloader_num_workers, 0 if rows.is_transformed else 1)
+        if min(n_prefetch, n_workers) > 0 and sys.platform == "linux" and self._encode is not None:  # the pool forks
+            self._uses_pool = self._uses_pool or rows.is_transformed
             # Workers leave out messages, because a pickled `MediaRef` becomes a text. `_as_encoded_rows` adds them.
             self._pool = PrefetchPool(
                 lambda index: self._read_row(rows[index])._replace(messages=None),
@@ -323,24 +325,30 @@ class RowStream:
             return dataset
         return dataset.remove_columns([name for name in dataset.column_names if name not in self._columns])
 
-    def _check_whole_groups(self, shape: BatchShape) -> None:
-        if unreadable_rows(self._args.on_media_error).action == "skip" and shape.size % shape.completions_per_row != 0:
-            raise ValueError(
-                "With `on_media_error='skip'` and a stream, a rank replaces an unreadable row with one of its "
-                f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
-                f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions_per_row})."
-            )
-
     # Rows
 
     def _read_training_batch(self, batch: RowBatch) -> list[EncodedRow]:
-        encoded_rows = self._read_batch(batch, self._group_size, self._rows, training=True)
-        self._has_media_prompts = self._has_media_prompts or any(row.prompt is not None for row in encoded_rows)
-        if self._pool is not None and self._has_media_prompts:
+        rows = self._rows
+        n_prefetch = self._n_prefetch
+        if rows is not None and rows.is_transformed and batch.batch_index is not None:
+            epoch, index = divmod(batch.batch_index, self._batches.n_batches)
+            n_prefetch = min(n_prefetch, self._batches.n_batches - 1 - index)  # none of the next epoch
+            if rows.epoch != epoch:
+                rows.epoch = epoch
+                self._fork_anew(batch)
+        encoded_rows = self._read_batch(batch, self._group_size, rows, training=True)
+        self._uses_pool = self._uses_pool or any(row.prompt is not None for row in encoded_rows)
+        if self._pool is not None and self._uses_pool:
             if batch.batch_index is not None:
-                self._coming_rows = self._batches.coming(batch.batch_index, self._n_prefetch, *self._step_counts)
+                self._coming_rows = self._batches.coming(batch.batch_index, n_prefetch, *self._step_counts)
             self._pool.prefetch([*self._coming_extra_rows, *self._coming_rows])
         return encoded_rows
+
+    def _fork_anew(self, batch: RowBatch) -> None:
+        """Reads a batch in new workers, which get the state that a transform has now."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool.prefetch(batch.keys)
 
     def _read_batch(
         self, batch: RowBatch, completions: int, rows: DatasetRows | None, training: bool = False
@@ -399,7 +407,7 @@ class RowStream:
 
     def _take_row(self, key: Any, rows: DatasetRows | None, training: bool) -> "_ReadRow":
         """`key` is the row index or, without `rows`, the row itself."""
-        if training and self._pool is not None and self._has_media_prompts:
+        if training and self._pool is not None and self._uses_pool:
             read_row = self._pool.take(key)
         else:
             read_row = self._read_row(key if rows is None else rows[key])
@@ -530,6 +538,15 @@ class RowStream:
             self._unreadable[dataset] = unreadable
         self._metrics.add({"media/skipped": Latest(float(len(self._unreadable[dataset])))}, mode="eval")
         return self._unreadable[dataset]
+
+
+def _check_whole_groups(shape: BatchShape) -> None:
+    if shape.size % shape.completions_per_row != 0:
+        raise ValueError(
+            "With `on_media_error='skip'` and a stream, a rank replaces an unreadable row with one of its "
+            f"earlier rows, so it must have whole groups: make `per_device_train_batch_size` * "
+            f"`steps_per_generation` ({shape.size}) a multiple of `num_generations` ({shape.completions_per_row})."
+        )
 
 
 class _Unindexed:

@@ -123,7 +123,7 @@ def test_reading_ahead_changes_nothing(options, tmp_path):
     rows = audio_rows(5)
     runs = [
         trained(rows, tmp_path / str(n), **{**options, "media_prefetch": n, "dataloader_num_workers": workers})
-        for n, workers in ((0, 0), (0, 1), (1, 0), (3, 2))
+        for n, workers in ((0, 0), (0, 1), (1, 1), (3, 2))
     ]
     for run in runs[1:]:
         assert run.trained_on == runs[0].trained_on
@@ -131,7 +131,7 @@ def test_reading_ahead_changes_nothing(options, tmp_path):
 
 
 def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
-    trainer = make_trainer(Recorded, "qwen2_audio", audio_rows(8), tmp_path, max_steps=3)
+    trainer = make_trainer(Recorded, "qwen2_audio", audio_rows(8), tmp_path, max_steps=3, dataloader_num_workers=1)
     late = []
 
     class Watched(PrefetchPool):
@@ -141,7 +141,10 @@ def test_next_rows_are_read_before_they_are_needed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stream, "PrefetchPool", Watched)
     trainer.train()
-    assert late == [False] * 4  # two prompts in each batch but the first, which the trainer reads at once
+    assert late == [False] * 6  # two prompts in each batch
+    late.clear()
+    make_trainer(Recorded, "qwen2_5_vl", image_rows(8), tmp_path, max_steps=3).train()
+    assert late == [False] * 4  # without a transform, the trainer reads the first batch at once
     rows = with_media(text_rows(8), "audio", [None] * 8)  # no process reads text-only rows
     trainer = make_trainer(Recorded, "qwen2_audio", rows, tmp_path, max_steps=3)
     monkeypatch.setattr(PrefetchPool, "_submit", None)
@@ -477,7 +480,9 @@ def test_no_worker_outlives_a_run(fails, tmp_path):
             raise ZeroDivisionError
         return length_and_sum(completion_ids)
 
-    trainer = make_trainer(Recorded, "qwen2_audio", audio_rows(8), tmp_path, max_steps=3, reward=reward)
+    trainer = make_trainer(
+        Recorded, "qwen2_audio", audio_rows(8), tmp_path, max_steps=3, reward=reward, dataloader_num_workers=1
+    )
     with pytest.raises(RewardError) if fails else nullcontext():
         trainer.train()
     assert workers
@@ -520,7 +525,10 @@ def test_bad_rows_end_the_run_by_default_and_where_they_are_too_many(tmp_path):
 
 @pytest.mark.gate
 def test_bad_rows_are_skipped(tmp_path):
-    runs = [trained(damaged_rows(BAD), tmp_path / str(n), **SKIP, media_prefetch=n) for n in (0, 1)]
+    runs = [
+        trained(damaged_rows(BAD), tmp_path / str(n), **SKIP, media_prefetch=n, dataloader_num_workers=n)
+        for n in (0, 1)
+    ]
     for n, run in enumerate(runs):
         assert run.state.global_step == 12
         entries = skipped_rows(tmp_path / str(n))

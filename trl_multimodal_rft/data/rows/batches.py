@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, cycle, islice, repeat
@@ -14,8 +15,9 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from .difficulty import DifficultySampler
-from .features import undecoded
+from .features import is_transformed, undecoded
 from .names import MEDIA_COLUMNS, TEACHER
+from .seeds import seeded
 
 
 T = TypeVar("T")
@@ -33,16 +35,25 @@ class Row(dict):
 
 
 class DatasetRows:
-    """Rows of a dataset by row index. Media aren't decoded."""
+    """
+    Rows of a dataset by row index. Media aren't decoded.
 
-    def __init__(self, dataset: Dataset):
+    With a `seed`, the random numbers of a transform depend on it, on the `epoch` and on the row index alone.
+    """
+
+    epoch: int | None = None  # epoch of the batch that is read, `None` before the first one
+
+    def __init__(self, dataset: Dataset, seed: int | None = None):
         self.dataset = undecoded(dataset)
+        self.is_transformed = is_transformed(dataset)
+        self._seed = seed if self.is_transformed else None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, row_index: int) -> Row:
-        return self.__getitems__([row_index])[0]
+        with nullcontext() if self._seed is None else seeded(self._seed, self.epoch or 0, row_index):
+            return self.__getitems__([row_index])[0]
 
     def __getitems__(self, row_indices: list[int]) -> list[Row]:
         rows = self.dataset.__getitems__(row_indices)

@@ -46,6 +46,12 @@ def holds_files(dataset: Dataset) -> bool:
     return any(not isinstance(leaf, Value) or leaf.dtype in ("binary", "large_binary") for leaf in leaves)
 
 
+def is_transformed(dataset: Dataset) -> bool:
+    """Returns whether rows of a dataset pass through its own code: a transform, or an overridden `__getitem__`."""
+    own_methods = (getattr(type(dataset), name) for name in ("__getitem__", "__getitems__"))
+    return dataset.format["type"] == "custom" or {*own_methods} != {Dataset.__getitem__, Dataset.__getitems__}
+
+
 def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
     """Returns a nested value, with `change(item, feature, path)` in place of the item of each leaf feature."""
     if isinstance(feature, dict) and isinstance(value, dict):
@@ -122,7 +128,7 @@ def undecoded(dataset: T) -> "T | StoredRows": ...
 def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
     """
     Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media. A dataset with a
-    format, such as `"torch"`, or a transform is returned unchanged.
+    format, such as `"torch"`, or with code of its own is returned unchanged.
     """
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
@@ -134,7 +140,7 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
             .cast(_without_decoding(features))
             .map(partial(_encoded_row, features=features))
         )
-    if isinstance(dataset, Dataset) and dataset.format["type"] is None:
+    if isinstance(dataset, Dataset) and dataset.format["type"] is None and not is_transformed(dataset):
         return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
     return dataset
 

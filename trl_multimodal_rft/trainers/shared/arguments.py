@@ -250,7 +250,7 @@ def warn_of_rates(config: TrainingArguments) -> None:
 _LOADER_OPTIONS = {
     "dataloader_in_order": ((True,), "rows always come in the order of the sampler"),
     "dataloader_multiprocessing_context": ((None, "fork"), "processes that read rows ahead are forked"),
-    "dataloader_persistent_workers": ((False,), "processes that read rows ahead live as long as the run"),
+    "dataloader_persistent_workers": ((False,), "processes that read rows ahead live as long as the run, or an epoch"),
     "dataloader_prefetch_factor": ((None,), "`media_prefetch` says how many batches are read ahead"),
 }
 

@@ -92,7 +92,8 @@ class MediaArguments(CheckedKeywords, _Config):
             Number of generation batches, or of optimizer steps in supervised training, whose media are fetched,
             decoded and run through the processor ahead of need, while the model samples and is trained.
             `dataloader_num_workers` processes do this, at least one. With 0, with streams, and on systems other than
-            Linux, media are processed when they are needed.
+            Linux, media are processed when they are needed, as are those of a dataset with a transform if
+            `dataloader_num_workers` is 0. With a transform, the processes are forked anew for each epoch.
         on_media_error (`str`, *optional*, defaults to `"raise"`):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row. `"skip"`
             puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves it out
