@@ -15,7 +15,7 @@ from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, iter_refs
 from .columns import read_messages
 from .counts import empty_row_indices
-from .features import Rows, feature_leaves, outlined_rows
+from .features import Rows, feature_leaves, is_transformed, outlined_rows
 from .load import check_separator
 from .names import MEDIA_COLUMNS, TEACHER, check_names, other_layout, prepare_remedy
 from .values import block_modality, holds_several_media, is_empty, may_be_sentence, media_in
@@ -306,7 +306,7 @@ def lists_columns(dataset: Rows) -> bool:
     Returns whether columns are known before rows are read. A transform hides them, as does a stream without features.
     """
     if isinstance(dataset, Dataset):
-        return dataset.format["type"] != "custom"
+        return not is_transformed(dataset)
     return isinstance(dataset, Sequence) or getattr(dataset, "features", None) is not None
 
 

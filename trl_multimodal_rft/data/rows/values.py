@@ -151,7 +151,8 @@ def source_objection(modality: str, value: Any) -> str | None:
         return f"the {type(value).__name__} {reading.value}"
     if reading.kind == "objection":
         return reading.objection
-    is_file = isinstance(value, (os.PathLike, Mapping, Encoded))  # files of videos have sounds, and pictures frames
+    # A file of a video has a sound, and one of a picture may be a frame
+    is_file = isinstance(value, (os.PathLike, Encoded)) or (isinstance(value, Mapping) and "array" not in value)
     if reading.kind == "medium" and not is_file and reading.modality not in (None, modality):
         return f"of modality {reading.modality}"
     return None
