@@ -280,6 +280,27 @@ def test_texts_are_never_opened(door, kind, caplog):
     assert not warnings or warnings[0].endswith(f"return [{{'type': '{modality}', '{modality}': ...}}].")
 
 
+@pytest.mark.parametrize("as_object", [False, True])
+def test_an_error_of_mcp_is_a_failed_call(as_object):
+    fields = {"content": [{"type": "text", "text": "no such door"}], "isError": True}
+    failing = type("Failing", (Room,), {})
+    failing.look = functools.wraps(Room.look)(lambda self: FromMCP(**fields) if as_object else fields)
+    script = {0: [call("look")], 1: [call("look")]}
+    result = play(failing, ROWS, script, Recorded, reward=lambda completions, **kwargs: [0.0, 1.0] * 4)
+    assert logged(result, "tools/failure_frequency") == [1.0]
+    content = result.trainer.draws[0].batch.source.completions[0][1]["content"]
+    assert content == fields["content"]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_contents_of_a_file_are_shown(kind):
+    stream = io.BytesIO()
+    PICTURE.save(stream, kind)
+    for value in (stream.getvalue(), {"path": None, "bytes": stream.getvalue()}):
+        (ref,) = iter_refs(content_of("tool", value))
+        assert load_image(ref).size == (28, 28)
+
+
 def test_words_of_the_conversation_are_no_news_in_a_context(caplog):
     MultiProcessAdapter.warning_once.cache_clear()
     forgetful = type("Forgetful", (Room,), {"get_context": lambda self, messages: messages[-1:]})

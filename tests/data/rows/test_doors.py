@@ -62,7 +62,7 @@ VALUES = {
     "a file": (FOLDER / "a.png", "medium", "image"),
     "contents of a file": (PNG, "medium", "image"),
     "a view of contents": (memoryview(PNG), "medium", "image"),
-    "as in Datasets": ({"bytes": PNG, "path": None}, "medium", None),
+    "as in Datasets": ({"bytes": PNG, "path": None}, "medium", "image"),
     "as in Datasets, named": ({"bytes": None, "path": str(FOLDER / "a.png")}, "medium", "image"),
     "samples and rate": ({"array": SAMPLES, "sampling_rate": 16000}, "medium", "audio"),
     "as soundfile gives it": ((SAMPLES, 16000), "medium", "audio"),

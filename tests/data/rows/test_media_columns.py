@@ -22,8 +22,8 @@ from trl.trainer.utils import print_prompt_completions_sample
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
 from trl_multimodal_rft.data.rows.columns import as_text, blocks_to_refs, rows_to_messages, strip_media
 from trl_multimodal_rft.data.rows.features import restore_media
-from trl_multimodal_rft.data.rows.values import file_modality
 from trl_multimodal_rft.data.rows.names import MEDIA_COLUMNS
+from trl_multimodal_rft.data.rows.values import file_modality
 
 
 SAMPLED = {"array": [0.5], "sampling_rate": 4}

@@ -199,7 +199,11 @@ def _media_of_fields(value: Mapping) -> Reading | None:
     if modality is not None and any(key in fields for key in source_keys(modality)):
         return Reading("medium", value, modality)
     if fields and "bytes" in value:  # as in Datasets, with or without a path
-        return Reading("medium", value, file_modality(str(fields.get("path", ""))))
+        modality = file_modality(str(fields.get("path", "")))
+        contents = fields.get("bytes")
+        if modality is None and isinstance(contents, (bytes, bytearray, memoryview)):
+            modality = _modality_of_bytes(bytes(contents[:16]))
+        return Reading("medium", value, modality)
     media_type = next((fields[key] for key in MEDIA_TYPE_KEYS if key in fields), None)
     if fields.keys() & {"data", "base64", "blob"} and (media_type is not None or "format" in fields):
         modality = file_modality(f"data:{media_type}")

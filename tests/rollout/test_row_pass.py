@@ -1,0 +1,203 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""All rows are read before the first step, or beside the first steps, without their media."""
+
+import numpy as np
+import PIL.Image
+import pytest
+from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
+from helpers.trainer_utils import make_trainer
+
+from trl_multimodal_rft import (
+    MultimodalDPOTrainer,
+    MultimodalGRPOTrainer,
+    MultimodalKTOTrainer,
+    MultimodalPPOTrainer,
+    MultimodalSFTTrainer,
+)
+from trl_multimodal_rft.data.reading.refs import MediaError
+from trl_multimodal_rft.data.rows.features import outlined_rows
+from trl_multimodal_rft.rollout import row_pass
+
+
+QUESTION = [{"role": "user", "content": "What is it?"}]
+ANSWER = [{"role": "assistant", "content": "A bird"}]
+OTHER = [{"role": "assistant", "content": "A cat"}]
+COLUMNS = {
+    MultimodalGRPOTrainer: {"prompt": QUESTION},
+    MultimodalSFTTrainer: {"prompt": QUESTION, "completion": ANSWER},
+    MultimodalDPOTrainer: {"prompt": QUESTION, "chosen": ANSWER, "rejected": OTHER},
+    MultimodalKTOTrainer: {"prompt": QUESTION, "completion": ANSWER},
+}
+
+
+@pytest.fixture
+def picture(tmp_path):
+    PIL.Image.effect_noise((56, 56), 64).convert("RGB").save(tmp_path / "a.png")
+    return str(tmp_path / "a.png")
+
+
+def rows_of(trainer_class, files, **columns):
+    rows = [{**COLUMNS[trainer_class], "image": file, **columns} for file in files]
+    if trainer_class is MultimodalKTOTrainer:
+        rows = [{**row, "label": i % 2 == 0} for i, row in enumerate(rows)]
+    return Dataset.from_list(rows)
+
+
+def train(trainer_class, rows, folder, **options):
+    options = {"max_steps": 1, "reward": None, **options}
+    if trainer_class is MultimodalGRPOTrainer:
+        del options["reward"]
+        options["max_completion_length"] = 2
+    trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, folder, **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("trainer_class", COLUMNS)
+def test_all_missing_files_are_named_before_a_step(trainer_class, picture, tmp_path):
+    files = [picture] * 1100
+    files[700] = files[1050] = str(tmp_path / "gone.png")
+    with pytest.raises(MediaError) as error:
+        train(trainer_class, rows_of(trainer_class, files), tmp_path / "out")
+    assert str(error.value).startswith(
+        "`train_dataset`: 2 of 1,100 rows have errors: row 700, column 'image': no such"
+    )
+    assert " | row 1050, column 'image': no such file: " in str(error.value)
+
+
+def test_held_out_rows_of_several_datasets(picture, tmp_path):
+    good = rows_of(MultimodalSFTTrainer, [picture] * 8)
+    bad = rows_of(MultimodalSFTTrainer, [picture] * 7 + ["gone.png"])
+    with pytest.raises(MediaError, match=r"^`eval_dataset\['b'\]`: row 7, column 'image': no such file"):
+        train(MultimodalSFTTrainer, good, tmp_path, objects={"eval_dataset": {"a": good, "b": bad}})
+
+
+def test_skipped_rows_are_counted_before(picture, tmp_path, caplog):
+    files = [picture] * 39 + ["gone.png"]
+    train(MultimodalSFTTrainer, rows_of(MultimodalSFTTrainer, files), tmp_path, on_media_error="skip")
+    assert "`train_dataset`: 1 of 40 rows has errors and will be left out: row 39, column 'image'" in caplog.text
+    options = {"on_media_error": "skip(max_rows=2)"}
+    with pytest.raises(MediaError, match=r"3 of 40 rows have errors, more than `max_rows` \(2\) of `on_media_error`"):
+        train(MultimodalSFTTrainer, rows_of(MultimodalSFTTrainer, [*files[2:], *["x.png"] * 2]), tmp_path, **options)
+
+
+def test_a_long_pass_goes_on_beside_the_first_steps(picture, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_pass, "_FIRST_SECONDS", 0)
+    files = [picture] * 1200
+    files[900] = "gone.png"
+    trainer = make_trainer(
+        MultimodalSFTTrainer, "qwen2_5_vl", rows_of(MultimodalSFTTrainer, files), tmp_path, reward=None, max_steps=400
+    )
+    with pytest.raises(MediaError, match=r"^`train_dataset`: row 900, column 'image': no such file"):
+        trainer.train()
+    assert 0 < trainer.state.global_step < 400
+    assert trainer._row_pass._pool is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("prompt", [{"role": "user", "content": "<video>What?"}], "'<video>' in the text has no video"),
+        ("prompt", [{"role": "user", "content": "../cat.png"}], "the text '../cat.png' is a medium"),
+        ("prompt", [{"role": "user", "content": [{"type": "image", "image": 3}]}], "is the int 3"),
+        ("image", "https://user:pw@example.org/a.png", "has a user or a password"),
+        ("image", "gopher://example.org/a.png", "the protocol 'gopher' isn't one of"),
+    ],
+)
+def test_cheap_facts(column, value, message, picture, tmp_path):
+    rows = [{**COLUMNS[MultimodalGRPOTrainer], "image": picture} for _ in range(60)]
+    rows[41][column] = value
+    if column == "prompt" and isinstance(value[0]["content"], list):  # as a column has one type
+        for row in rows[:41] + rows[42:]:
+            row["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+    data = Dataset.from_list(rows)
+    with pytest.raises(MediaError, match=r"^`train_dataset`: row 41, ") as error:
+        train(MultimodalGRPOTrainer, data, tmp_path)
+    assert message in str(error.value)
+
+
+def test_tags_without_media_are_a_warning(picture, tmp_path, caplog):
+    rows = rows_of(MultimodalSFTTrainer, [picture] * 8)
+    asked = [{"role": "user", "content": "<audio> Who speaks?"}]
+    text = Dataset.from_list([{"prompt": asked, "completion": ANSWER, "image": None}] * 2, rows.features)
+    train(MultimodalSFTTrainer, concatenate_datasets([rows, text]), tmp_path)
+    assert "2 of 10 rows have '<audio>' in the text and no media, the first is row 8; the model reads" in caplog.text
+
+
+def test_calls_of_tools_with_paths_hold_no_media(tmp_path, caplog):
+    call = {"type": "function", "function": {"name": "crop", "arguments": {"path": "a.png", "bytes": "x"}}}
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Done"},
+    ]
+    rows = Dataset.from_list([{"prompt": turns, "completion": ANSWER}] * 8)
+    make_trainer(MultimodalSFTTrainer, "qwen2_5_vl", rows, tmp_path, reward=None)
+    assert "no prompt has media, so that a model for image, video gets text alone" in caplog.text
+
+
+def test_outlined_rows_are_the_rows_without_contents():
+    picture = PIL.Image.fromarray(np.full((5, 7, 3), 9, np.uint8))
+    features = Features(
+        {
+            "prompt": List({"role": Value("string"), "content": List({"type": Value("string"), "image": Image()})}),
+            "image": Image(),
+            "images": List(Image()),
+            "audio": {"array": List(Value("float32")), "sampling_rate": Value("int64")},
+            "n": Value("int64"),
+        }
+    )
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": picture}] * (n % 3)}],
+            "image": picture if n % 2 else None,
+            "images": None if n % 5 == 0 else [picture] * (n % 4),
+            "audio": None if n % 7 == 0 else {"array": [0.5] * 300, "sampling_rate": 8000},
+            "n": n,
+        }
+        for n in range(40)
+    ]
+    table = concatenate_datasets([Dataset.from_list(rows[i : i + 10], features) for i in range(0, 40, 10)])
+    for data in (table, table.select(range(3, 33)), table.shuffle(seed=2).select(range(1, 30, 2))):
+        outlines = dict(outlined_rows(data, data.column_names))
+        assert sorted(outlines) == [*range(len(data))]
+        for i, outline in outlines.items():
+            row = data[i]
+            n_media = [len(message["content"]) for message in row["prompt"]]
+            assert [len(message["content"]) for message in outline["prompt"]] == n_media
+            assert outline["n"] == row["n"]
+            assert (outline["image"] is None) == (row["image"] is None)
+            assert outline["image"] is None or outline["image"].value["bytes"] == b"\0"
+            assert (outline["images"] and len(outline["images"])) == (row["images"] and len(row["images"]))
+            assert outline["audio"] == (row["audio"] and {"array": [0.5], "sampling_rate": 8000})
+
+
+def test_supervised_rows_of_ppo(picture, tmp_path):
+    ptx = rows_of(MultimodalSFTTrainer, [picture] * 5 + ["gone.png"])
+    rows = rows_of(MultimodalGRPOTrainer, [picture] * 8)
+    trainer = make_trainer(
+        MultimodalPPOTrainer, "qwen2_5_vl", rows, tmp_path, objects={"ptx_dataset": ptx}, ptx_coef=0.5, max_steps=1
+    )
+    with pytest.raises(MediaError, match="^`ptx_dataset`: row 5, column 'image': no such file"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("form", ["text", "formatting_func", "input_ids"])
+def test_an_image_that_a_transform_makes_beside_text(form, picture, tmp_path):
+    """As a stored column, it is refused."""
+    row = {"input_ids": [5, 6, 7]} if form == "input_ids" else {"text": "A cat is here"}
+    rows = Dataset.from_list([row] * 8)
+    rows = rows.with_transform(lambda batch: {**batch, "image": [picture] * len(next(iter(batch.values())))})
+    objects = {"formatting_func": lambda row: row["text"]} if form == "formatting_func" else {}
+    with pytest.raises(MediaError, match=r"^row \d: plain text and media \(\['image'\]\), and nothing says where"):
+        train(MultimodalSFTTrainer, rows, tmp_path / "out", objects=objects)
+
+
+@pytest.mark.parametrize("name", ["a::b.png", "a#1.png", "a%20b.png", "a?b.png", "zip:b.png", "what is it.png"])
+@pytest.mark.parametrize("form", ["relative", "absolute", "file://"])
+def test_a_name_is_a_name_where_its_file_is(name, form, picture, tmp_path):
+    (tmp_path / name).write_bytes((tmp_path / "a.png").read_bytes())
+    source = {"relative": name, "absolute": str(tmp_path / name), "file://": f"file://{tmp_path}/{name}"}[form]
+    rows = rows_of(MultimodalSFTTrainer, [source] * 8)
+    trainer = train(MultimodalSFTTrainer, rows, tmp_path / "out", media_dir=str(tmp_path))
+    assert trainer.state.global_step == 1
