@@ -376,9 +376,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             return None
         n = self.args.ptx.batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
-        prompts, ids, mask = self._supervised_encoder().encode_pairs(
-            self._supervised_rows.at(start, n), self.eos_token_ids
-        )
+        encoder = self._supervised_encoder()
+        prompts, ids, mask = encoder.encode_pairs(self._supervised_rows.at(start, n), self.eos_token_ids)
         device = self.accelerator.device
         return ScoreRequest(prompts, ids.to(device), mask.to(device), packed=False)
 
