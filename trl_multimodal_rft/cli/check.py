@@ -30,7 +30,8 @@ from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.cells import is_truth, truth_value
 from ..data.rows.columns import as_text, further_keys, strip_media
 from ..data.rows.counts import describe_empty_cells
-from ..data.rows.features import undecoded, with_class_names
+from ..data.rows.features import undecoded
+from ..data.rows.labels import with_class_names
 from ..data.rows.load import load_rows
 from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.pairs import COMPLETIONS, check_text_only, is_equal_pair, put_answer_media, read_answer
@@ -420,7 +421,7 @@ def _with_labels(rows: Dataset | IterableDataset, report: Report) -> tuple[Datas
     columns = {*(rows.column_names or ())}
     if not {"completion", "label"} <= columns or {*COMPLETIONS} <= columns:
         return rows, False
-    rows = with_class_names(rows, "label")
+    rows = with_class_names(rows, ["label"])
     labels = rows["label"] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
     if any(map(is_truth, labels)):
         return rows, True
@@ -449,7 +450,9 @@ def read_inputs(
         raise ValueError(f"{args.model_name_or_path!r} has no processor: {error}") from error
     model = without_weights(config, model_class)
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
-    rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
+    rows = with_system_message(
+        with_texts(rows, {"prompt": args.prompt, "solution": args.solution}), args.system_prompt
+    )
     return rows, model, processor
 
 
