@@ -44,6 +44,7 @@ from ..encoding.prompts import placeholder_token_ids, placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
+from ..printable import printable
 from ..progress import progress_bar
 from ..reporting.model_card import in_code
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
@@ -504,7 +505,7 @@ def run(args: argparse.Namespace) -> None:
     if len(report.labels) == 1:
         report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
     text = report.text()
-    print(text, end="")
+    print(printable(text), end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
     if args.plot is not None:
