@@ -4,7 +4,7 @@
 from typing import TYPE_CHECKING
 
 from .lazy import lazy_names
-from .printable import make_records_printable
+from .printable import make_records_printable as _make_records_printable
 
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
 
 __version__ = "0.1.0"
 
-make_records_printable()
+_make_records_printable()
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -6,7 +6,7 @@ import re
 from functools import partial
 
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Sequence
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Sequence, load_dataset
 from helpers.chats import image
 from helpers.trainer_utils import load, make_trainer, saved
 
@@ -14,6 +14,7 @@ from trl_multimodal_rft import (
     MultimodalDPOTrainer,
     MultimodalGRPOTrainer,
     MultimodalKTOTrainer,
+    MultimodalPPOTrainer,
     MultimodalRewardTrainer,
     MultimodalSFTTrainer,
 )
@@ -24,6 +25,7 @@ from trl_multimodal_rft.cli.prompts import with_texts
 from trl_multimodal_rft.data.rows.batches import DatasetRows
 from trl_multimodal_rft.data.rows.labels import with_class_names
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
+from trl_multimodal_rft.extras import filter
 from trl_multimodal_rft.extras.prepare.layouts import load_conversations
 from trl_multimodal_rft.rewards import accuracy_reward, apply_recipe
 from trl_multimodal_rft.rewards.calls import checked_reward
@@ -132,21 +134,24 @@ def test_plain_numbers_stay_numbers():
     assert seen == [3] and type(seen[0]) is int
 
 
-@pytest.mark.parametrize("form", ["rows", "stream"])
-def test_grpo_passes_names_and_numbers(form, tmp_path, caplog):
+RUNS = [(MultimodalGRPOTrainer, "rows"), (MultimodalGRPOTrainer, "stream"), (MultimodalPPOTrainer, "rows")]
+
+
+@pytest.mark.parametrize(("trainer_class", "form"), RUNS)
+def test_trainers_with_rewards_pass_names_and_numbers(trainer_class, form, tmp_path, caplog):
     seen = []
 
     def spy(completions, **kwargs):
         seen.extend(kwargs["solution"])
         return [0.0] * len(completions)
 
-    spy.__name__ = f"spy_of_{form}"  # the warning is told once in a process
+    spy.__name__ = f"spy_of_{trainer_class.__name__}_and_{form}"  # the warning is told once in a process
     rows = labelled(["solution"], prompt=["Which digit?"] * 4, image=[image(56, 56)["image"]] * 4)
     dataset = rows if form == "rows" else rows.to_iterable_dataset()
     options = {"reward": [accuracy_reward, spy], "max_steps": 2, "max_completion_length": 2}
     with caplog.at_level(logging.WARNING):
-        make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", dataset, tmp_path, **options).train()
-    assert {*seen} == {1, 2, -1, 0} and {*map(type, seen)} == {int}
+        make_trainer(trainer_class, "qwen2_5_vl", dataset, tmp_path, **options).train()
+    assert {*seen} <= {1, 2, -1, 0} and -1 in seen and {*map(type, seen)} == {int}
     assert len([record for record in caplog.records if "ClassLabel" in record.message]) == 1
 
 
@@ -166,7 +171,7 @@ def test_prepare_writes_names(tmp_path):
     assert [row["kind"] for row in rows] == NAMES and [row["kinds"] for row in rows] == [[name] for name in NAMES]
 
 
-def test_folder_of_classes_trains_from_a_shell(tmp_path, monkeypatch):
+def test_folder_of_classes_from_a_shell(tmp_path, monkeypatch):
     for i, name in enumerate(["one", "seven"] * 4):
         (tmp_path / "digits" / name).mkdir(parents=True, exist_ok=True)
         image(56, 56, seed=i)["image"].save(tmp_path / "digits" / name / f"{i}.png")
@@ -175,3 +180,17 @@ def test_folder_of_classes_trains_from_a_shell(tmp_path, monkeypatch):
     script_args, *_ = parse(grpo.ARGUMENTS, [*words, "--output_dir", "out", "--use_cpu", "--bf16", "False"])
     rows = load_split(script_args, "train")
     assert rows["solution"][:] == ["one"] * 4 + ["seven"] * 4
+    words += [
+        "--model_name_or_path",
+        str(saved("qwen2_5_vl")),
+        "--max_completion_length",
+        "2",
+        "--num_samples",
+        "2",
+        "--temperature",
+        "1",
+    ]
+    words += ["--by", "accuracy", "--min", "0", "--max", "1", "--reward_funcs", "accuracy_reward"]
+    filter.main(*parse(filter.ARGUMENTS, [*words, "--output_dir", "kept"]))
+    kept = load_dataset("kept", split="train")
+    assert {*kept["solution"]} == {"one", "seven"} and kept.features["label"].names == ["one", "seven"]
