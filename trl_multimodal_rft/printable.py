@@ -8,8 +8,10 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar, cast
 
+
+T = TypeVar("T")
 
 # Control characters but tab and line feed, marks that change the direction of text, and halves of surrogate pairs
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -20,13 +22,13 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def printable_cells(value: Any) -> Any:
+def printable_cells(value: T) -> T:
     """Returns a table whose texts, in nested sequences and dictionaries, are [`printable`]."""
     if isinstance(value, dict):
-        return {printable_cells(key): printable_cells(item) for key, item in value.items()}
+        return cast(T, {printable_cells(key): printable_cells(item) for key, item in value.items()})
     if isinstance(value, str):
-        return printable(value)
-    return [printable_cells(item) for item in value] if isinstance(value, Sequence) else value
+        return cast(T, printable(value))
+    return cast(T, [printable_cells(item) for item in value]) if isinstance(value, Sequence) else value
 
 
 def make_records_printable() -> None:
@@ -34,8 +36,8 @@ def make_records_printable() -> None:
     package = f"{__name__.partition('.')[0]}."
     make_record = logging.getLogRecordFactory()
 
-    def make_printable(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make_record(name, *args, **kwargs)
+    def make_printable(name: str, *details: str | int | tuple | dict | None, **more: str | None) -> logging.LogRecord:
+        record = make_record(name, *details, **more)
         if name.startswith(package):
             with suppress(TypeError, ValueError):  # arguments that don't fit the message, which logging reports
                 text = record.getMessage()

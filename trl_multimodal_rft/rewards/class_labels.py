@@ -27,7 +27,7 @@ def with_labels(reward_func: Callable, name: str, arguments: dict[str, Any]) -> 
     Returns the arguments of a reward function, with the names of class labels for a function of this package or TRL.
     Another function gets the numbers that Datasets gives, and a warning if it reads such a column.
     """
-    function: Any = reward_func
+    function = reward_func
     while isinstance(function, partial):  # settings
         function = function.func
     module = function.__module__ or ""
@@ -46,7 +46,7 @@ def with_labels(reward_func: Callable, name: str, arguments: dict[str, Any]) -> 
     return {**arguments, **{key: class_numbers(columns[key]) for key in labels}}
 
 
-def _reads(function: Any, column: str) -> bool:
+def _reads(function: Callable, column: str) -> bool:
     """Returns whether a function has a column as a parameter, or names it in its code, as in `kwargs["label"]`."""
     function = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None)

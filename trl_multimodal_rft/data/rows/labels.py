@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, List, Value, concatenate_datasets
 from datasets.features.features import FeatureType
@@ -19,10 +19,9 @@ class ClassNumber(int):
 
     name: str | None
 
-    @classmethod
-    def of(cls, number: int, feature: ClassLabel) -> "ClassNumber":
-        value = cls(number)
-        value.name = None if number < 0 else feature.int2str(number)
+    def __new__(cls, number: int, name: str | None = None) -> "ClassNumber":
+        value = super().__new__(cls, number)
+        value.name = name
         return value
 
 
@@ -38,10 +37,12 @@ def holds_labels(feature: FeatureType | None) -> bool:
     return any(isinstance(leaf, ClassLabel) and type(leaf) is not _ClassName for _, leaf in feature_leaves(feature))
 
 
-def as_class_number(value: Any, feature: FeatureType | None) -> Any:
+def as_class_number(value: T, feature: FeatureType | None) -> T | ClassNumber:
     """Returns the [`ClassNumber`] of a cell, also of an array's number. Returns other values unchanged."""
-    is_number = isinstance(feature, ClassLabel) and value is not None and not isinstance(value, (str, list))
-    return ClassNumber.of(int(value), feature) if is_number else value
+    if not isinstance(feature, ClassLabel) or value is None or isinstance(value, (str, list)):
+        return value
+    number = int(cast(int, value))
+    return ClassNumber(number, None if number < 0 else feature.int2str(number))
 
 
 def class_names(value: T) -> T:
@@ -89,7 +90,7 @@ def _row_with_names(row: dict[str, Any], features: Features) -> dict[str, Any]:
     }
 
 
-def _with_leaves(feature: Any, change: Callable[[ClassLabel], FeatureType]) -> Any:
+def _with_leaves(feature: FeatureType, change: Callable[[ClassLabel], FeatureType]) -> FeatureType:
     """Returns a nested feature with other features in place of its class labels."""
     if isinstance(feature, dict):
         return {key: _with_leaves(item, change) for key, item in feature.items()}
