@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING
 
 from .lazy import lazy_names
+from .printable import make_records_printable as _make_records_printable
 
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .trainers.supervised.trainer import MultimodalSFTTrainer
 
 __version__ = "0.1.0"
+
+_make_records_printable()
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

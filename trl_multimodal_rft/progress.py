@@ -7,6 +7,8 @@ from importlib import import_module
 
 from tqdm.auto import tqdm
 
+from .printable import printable
+
 
 def in_notebook() -> bool:
     """Returns whether this process runs in a notebook. Imports transformers only if IPython is imported."""
@@ -27,11 +29,11 @@ def progress_bar(
 
 
 def print_above_bars(*lines: str) -> None:
-    tqdm.write("\n".join(lines))
+    tqdm.write(printable("\n".join(lines)))
     sys.stdout.flush()
 
 
 def announce(text: str) -> None:
     """Prints to a notebook or a terminal that a step of some seconds begins, such as `loading the model ...`."""
     if is_watched():
-        tqdm.write(f"{text} ...", file=sys.stderr)
+        tqdm.write(printable(f"{text} ..."), file=sys.stderr)

@@ -102,7 +102,7 @@ def test_lazy_names_are_those_that_type_checkers_read(path):
 
 def test_lazy_names_need_no_sources(tmp_path):
     copy = tmp_path / PACKAGE.name
-    for path in (PACKAGE / "__init__.py", PACKAGE / "lazy.py", PACKAGE / "versions.py", *LAZY):
+    for path in (*(PACKAGE / f"{name}.py" for name in ("__init__", "lazy", "printable", "versions")), *LAZY):
         target = copy / path.relative_to(PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())

@@ -55,6 +55,7 @@ class RunArguments(PromptArguments):
 class RFTScriptArguments(PromptArguments):
     """Arguments of scripts that sample completions."""
 
+    solution: str | None = option(None, "Template of the column `solution`, with fields as in `--prompt`.")
     reward_funcs: list[str] | None = option(
         None,
         "Reward functions: names in `trl_multimodal_rft.rewards` or TRL, or dotted paths. Settings go in "

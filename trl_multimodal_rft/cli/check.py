@@ -30,7 +30,8 @@ from ..data.rows.batches import DatasetRows, Row, too_few_rows_error
 from ..data.rows.cells import is_truth, truth_value
 from ..data.rows.columns import as_text, further_keys, strip_media
 from ..data.rows.counts import describe_empty_cells
-from ..data.rows.features import undecoded, with_class_names
+from ..data.rows.features import undecoded
+from ..data.rows.labels import with_class_names
 from ..data.rows.load import load_rows
 from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.pairs import COMPLETIONS, check_text_only, is_equal_pair, put_answer_media, read_answer
@@ -43,6 +44,7 @@ from ..encoding.prompts import placeholder_token_ids, placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder
 from ..families import MODALITIES, input_modalities
 from ..models.pretrained import read_config
+from ..printable import printable
 from ..progress import progress_bar
 from ..reporting.model_card import in_code
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
@@ -420,7 +422,7 @@ def _with_labels(rows: Dataset | IterableDataset, report: Report) -> tuple[Datas
     columns = {*(rows.column_names or ())}
     if not {"completion", "label"} <= columns or {*COMPLETIONS} <= columns:
         return rows, False
-    rows = with_class_names(rows, "label")
+    rows = with_class_names(rows, ["label"])
     labels = rows["label"] if isinstance(rows, Dataset) else [row["label"] for row in rows.take(1)]
     if any(map(is_truth, labels)):
         return rows, True
@@ -449,7 +451,9 @@ def read_inputs(
         raise ValueError(f"{args.model_name_or_path!r} has no processor: {error}") from error
     model = without_weights(config, model_class)
     rows = load_rows(args.dataset_name, args.dataset_config, args.dataset_split, args.dataset_streaming)
-    rows = with_system_message(with_texts(rows, {"prompt": args.prompt}), args.system_prompt)
+    rows = with_system_message(
+        with_texts(rows, {"prompt": args.prompt, "solution": args.solution}), args.system_prompt
+    )
     return rows, model, processor
 
 
@@ -501,7 +505,7 @@ def run(args: argparse.Namespace) -> None:
     if len(report.labels) == 1:
         report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
     text = report.text()
-    print(text, end="")
+    print(printable(text), end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
     if args.plot is not None:

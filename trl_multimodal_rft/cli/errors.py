@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ..credentials import masked
+from ..printable import printable
 from ..rewards.failures import RewardError
 from ..versions import unfit_packages
 
@@ -16,8 +17,8 @@ ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
-    """Returns a message without line breaks."""
-    return re.sub(r"\s*\n\s*", " ", text.strip())
+    """Returns a message without line breaks, and without characters that control a terminal."""
+    return printable(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
 # Packages whose errors explain wrong input

@@ -26,8 +26,8 @@ logger = get_logger(__name__)
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
-    """Returns rows with prompts and completions from the templates and the system message of the arguments."""
-    rows = with_texts(rows, {"prompt": script_args.prompt, "completion": getattr(script_args, "completion", None)})
+    """Returns rows with the columns of the arguments' templates, and with their system message."""
+    rows = with_texts(rows, {name: getattr(script_args, name, None) for name in ("prompt", "completion", "solution")})
     return with_system_message(rows, script_args.system_prompt)
 
 

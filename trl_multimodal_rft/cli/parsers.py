@@ -42,7 +42,7 @@ OPTIMIZERS = {
     "sgd": (0, False),
 }
 # Names of options that `check` and `estimate` share with launched commands, and of options that set a batch's size
-_CHECK_OPTIONS = ("dataset_config", "dataset_streaming", "prompt", "system_prompt", "reward_funcs")
+_CHECK_OPTIONS = ("dataset_config", "dataset_streaming", "prompt", "solution", "system_prompt", "reward_funcs")
 _CHECK_OPTIONS += (
     "trust_remote_code",
     "vllm_max_model_length",

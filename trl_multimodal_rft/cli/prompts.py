@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets
 from datasets.features.features import require_decoding
 
+from ..data.rows.labels import as_class_number, class_names
 from ..data.rows.names import TEACHER
 
 
@@ -43,7 +44,8 @@ def with_texts(dataset: Dataset | IterableDataset, templates: Mapping[str, str |
             )
 
     def fill(row: Mapping[str, Any], row_index: int) -> dict[str, Any]:
-        return {option: _fill_template(text, row, row_index, option) for option, text in chosen_templates.items()}
+        values = {name: class_names(as_class_number(row.get(name), features.get(name))) for name in used_columns}
+        return {option: _fill_template(text, values, row_index, option) for option, text in chosen_templates.items()}
 
     return _with_columns(dataset, list(used_columns), {option: Value("string") for option in chosen_templates}, fill)
 

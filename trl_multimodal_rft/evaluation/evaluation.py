@@ -23,6 +23,7 @@ from ..data.reading.rules import budgets_of
 from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.columns import as_text, strip_media
 from ..data.rows.features import restore_rows
+from ..data.rows.labels import class_names
 from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.join import same_prompt
@@ -239,6 +240,7 @@ class Evaluation:
             elif self.policy.is_collective and rows:  # other ranks may have ablated rows, and would wait for this call
                 self._answer_without_media(rows, seed)
         for row, record in zip(rows, records, strict=True):
+            row = class_names(dict(row))
             columns = {name: row[name] for name in row if name not in record and name not in MEDIA_COLUMNS}
             self.unstorable_columns.update(name for name, value in columns.items() if not _is_plain(value))
             if self.args.group_by is not None:
@@ -372,7 +374,7 @@ class Evaluation:
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
-                extracted_answer(text, row.get("choices"))
+                extracted_answer(text, class_names(row.get("choices")))
                 for text, row in zip(final_texts, rollout.source.rows, strict=True)
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in first_rewards],

@@ -20,7 +20,8 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.batches import DatasetRows, Row
 from ..data.rows.cells import truth_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
-from ..data.rows.features import restore_media, restore_rows, with_class_names
+from ..data.rows.features import restore_media, restore_rows
+from ..data.rows.labels import class_names, with_class_names
 from ..data.rows.pairs import COMPLETIONS, TIE, check_all_is_read, check_pairs, put_answer_media, read_answer
 from ..models.modes import kept_random_state
 from ..progress import progress_bar
@@ -155,7 +156,7 @@ def score_pairs(
     check_pairs(dataset)
     args = args or EvaluationConfig()
     accelerator = accelerator or Accelerator()
-    dataset = with_class_names(dataset, TIE)
+    dataset = with_class_names(dataset, [TIE])
     func_name = get_callable_name(reward_func)
     table = DatasetRows(dataset)
     skips_rows = args.on_media_error == "skip"
@@ -189,7 +190,7 @@ def score_pairs(
                 pair: dict[str, Any] = {"index": row.row_index, "prompt": prompt, "fingerprint": checksum(messages)}
                 pair["completions"] = texts
                 pair |= _outcome(scores[i], scores[i + 1], truth_value(row.get(TIE), TIE, row.row_index), tie_margin)
-                pairs.append({name: row.get(name) for name in {args.group_by} - {None}} | pair)
+                pairs.append({name: class_names(row.get(name)) for name in {args.group_by} - {None}} | pair)
     pairs = sorted(gather_object(pairs), key=lambda pair: pair["index"])
     skipped = dict(gather_object([*skipped.items()]))
     metrics = _pair_metrics(pairs, [pair[TIE] for pair in pairs], (), args)

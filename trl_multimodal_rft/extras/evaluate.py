@@ -23,6 +23,7 @@ from ..evaluation import EvaluationConfig, EvaluationResult, evaluate, pair_resu
 from ..evaluation.result import gains, summary
 from ..models.pretrained import load_trained
 from ..models.reward_model import load_trained_reward_model
+from ..printable import printable
 from ..progress import announce
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
@@ -257,7 +258,7 @@ def main(
         result.save(evaluation_args.output_dir)
     if evaluation_args.plot is not None and accelerator.is_main_process:
         save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
-    accelerator.print(summary(result))
+    accelerator.print(printable(summary(result)))
     if benchmark is None and "[" not in split and train_split in (split, single_split):
         accelerator.print(f"The rows are those of {train_split!r}, which training may have used.")
     accelerator.end_training()

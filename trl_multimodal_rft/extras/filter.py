@@ -17,6 +17,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.difficulty import PASS_RATE
 from ..evaluation import EvaluationConfig, EvaluationResult
 from ..evaluation.result import metric_lines
+from ..printable import printable
 from .curves import save_figure
 from .evaluate import EvaluationArguments, evaluate_by_name
 from .plots import check_plot, histograms
@@ -183,7 +184,7 @@ def main(
     dropped = dict.fromkeys(result.skipped, "can't be read")
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
-    accelerator.print(_text(report))
+    accelerator.print(printable(_text(report)))
     if filter_args.plot is not None and accelerator.is_main_process:
         keys = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
         rates = {title: [_share_correct(record.get(key)) for record in result.rows] for title, key in keys.items()}

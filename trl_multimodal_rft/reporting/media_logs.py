@@ -29,6 +29,7 @@ from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.columns import TOOL_PREFIX, as_text
 from ..data.rows.names import MEDIA_COLUMNS
 from ..models.modes import kept_random_state
+from ..printable import printable_cells
 from .events import EventPart
 from .hub import PRIVATE
 
@@ -362,13 +363,13 @@ class MediaLogCallback(TrainerCallback):
         if is_rich_available():
             with kept_random_state():  # TRL draws the completions to print
                 print_prompt_completions_sample(
-                    tables["prompt"],
-                    tables["completion"],
+                    printable_cells(tables["prompt"]),
+                    printable_cells(tables["completion"]),
                     tables.get("rewards", {}),
                     tables.get("advantages"),
                     step,
                     self.args.num_completions_to_print,  # pyrefly: ignore[bad-argument-type]
-                    extra=dict(tables.get("extra", {})),
+                    extra=printable_cells(dict(tables.get("extra", {}))),
                 )
         table = {
             "step": [step] * len(tables["prompt"]),

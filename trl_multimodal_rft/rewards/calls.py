@@ -27,6 +27,7 @@ from ..data.reading.rules import MediaRules
 from ..data.rows.columns import as_text, strip_media
 from ..encoding.processors import control_tokens
 from ..spelling import did_you_mean
+from .class_labels import with_labels
 from .failures import RewardError, line_of, user_frames
 
 
@@ -219,7 +220,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
         ) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
-                rewards = [] if arguments is None else await reward_func(**arguments)
+                rewards = [] if arguments is None else await reward_func(**with_labels(reward_func, name, arguments))
             return finish(rewards)
 
     else:
@@ -229,7 +230,7 @@ def wrap_reward(reward_func: Callable, name: str, prepare: Callable[[dict[str, A
         ) -> list[float | None]:
             arguments, context, finish = prepare({"prompts": prompts, "completions": completions, **columns})
             with context:
-                rewards = [] if arguments is None else reward_func(**arguments)
+                rewards = [] if arguments is None else reward_func(**with_labels(reward_func, name, arguments))
             return finish(rewards)
 
     wrapper.__name__ = name

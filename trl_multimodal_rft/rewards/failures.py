@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from ..printable import printable
+
 
 _PATHS = sysconfig.get_paths()
 # Folders of code that isn't the user's: this package, the standard library and installed packages
@@ -15,12 +17,15 @@ _FOREIGN = [str(Path(__file__).parents[1]), *(_PATHS[name] for name in ("stdlib"
 class RewardError(RuntimeError):
     """An error of a user's reward function, raised from the function's own error."""
 
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
     def user_traceback(self) -> str:
         """Returns the traceback of the function's error, with frames of the user's code alone."""
         cause = self.__cause__ or self
         lines = ["Traceback of the reward function (most recent call last):\n"]
         lines += traceback.format_list(user_frames(cause))
-        return "".join(lines + traceback.format_exception_only(cause))
+        return printable("".join(lines + traceback.format_exception_only(cause)))
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

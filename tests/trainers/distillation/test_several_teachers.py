@@ -2,13 +2,15 @@
 """Several teachers, chosen by row: an update is that of a plain loop with each row's own teacher."""
 
 import copy
+import math
 
 import pytest
 import torch
+from datasets import ClassLabel, Dataset
 from helpers.distillation_runs import InjectedOurs, distill, divergence, teacher, with_rest
 from helpers.encoding import extended
 from helpers.families import encode
-from helpers.trainer_utils import load, make_trainer, relative_difference, saved
+from helpers.trainer_utils import Weights, load, make_trainer, relative_difference, saved
 from peft import LoraConfig, get_peft_model
 from trainers.distillation.test_distillation import KINDS, completions_of, content
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -170,7 +172,6 @@ REFUSED = {
         {},
         r"row 1, column 'teacher_id': 'fra' is none of the teachers \['near', 'far'\]",
     ),
-    "none": ([None, None], {}, {}, "No row of a batch names its teacher, such as row 0; write one of"),
     "no teachers": (["near"], {"teacher_models": None, "teacher_model": teacher}, {}, "row 0 has a 'teacher_id', but"),
     "two sources": (["near"], {"teacher_model": teacher}, {}, "`teacher_models` and `teacher_model` name teachers"),
     "average": (["near"], {}, {"self_teacher": "ema"}, "`teacher_models` and `self_teacher` name teachers"),
@@ -197,6 +198,106 @@ def test_refused(name):
     objects = {key: value("qwen2_5_vl") if callable(value) else value for key, value in objects.items()}
     with pytest.raises(ValueError, match=message):
         one_step("image", names, objects, **options)
+
+
+def ids_in_rows(ids, **more):
+    return Dataset.from_dict({"prompt": [f"Is there a bird? {i}" for i in range(len(ids))], "teacher_id": ids, **more})
+
+
+def text_trainer(folder, rows, objects=None, **options):
+    objects = {"teacher_models": teachers("image"), **(objects or {})}
+    options = {"num_generations": 2, "per_device_train_batch_size": 2, "shuffle_dataset": False, **options}
+    return make_trainer(InjectedOurs, "qwen2_5_vl", rows, folder, reward=None, objects=objects, **options)
+
+
+GOOD = ["near", "far", None]
+CLASSES = ClassLabel(names=["far", "near", "other"])
+IDS = {
+    "all wrong ids": (
+        ["near", "b", "far", "a", "b"],
+        {},
+        r"'b' in 2 of 5 rows, first in row 1; 'a' in 1 of 5 rows, fi",
+    ),
+    "selected": (ids_in_rows(["x", "near", "far", "x"]).select([2, 1, 3]), {}, "'x' in 1 of 3 rows, first in row 2"),
+    "classes": (ids_in_rows([1, 0, -1, 2]).cast_column("teacher_id", CLASSES), {}, "'other' in 1 of 4 rows"),
+    "held out": (GOOD, {"eval_dataset": ids_in_rows(["near", "X"])}, "`eval_dataset`, column 'teacher_id': 'X' in 1"),
+    "splits": (
+        GOOD,
+        {"eval_dataset": {"a": ids_in_rows(GOOD), "b": ids_in_rows(["B"])}},
+        r"`eval_dataset\['b'\]`, column 'teacher_id': 'B' in 1 of 1",
+    ),
+    "no column": (ids_in_rows(GOOD).remove_columns("teacher_id"), {}, "`train_dataset` has no column 'teacher_id'"),
+    "no column of the format": (ids_in_rows(GOOD).with_format(None, columns=["prompt"]), {}, "no column 'teacher_id'"),
+    "no column of a stream": (
+        ids_in_rows(GOOD).remove_columns("teacher_id").to_iterable_dataset(),
+        {},
+        r"no column 'teacher_id', .* only \['prompt'\]",
+    ),
+    "no name": ([None, None], {}, "no row names its teacher; write one of"),
+    "no teachers": (
+        [None, "near"],
+        {"teacher_models": None, "teacher_model": teacher},
+        "`train_dataset`: row 1 has a 'teacher_id', but there are no teachers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_ids_are_checked_before_anything_is_loaded(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(several, "load_teacher", lambda *_: pytest.fail("a teacher is loaded"))
+    rows, objects, message = IDS[name]
+    objects = {key: value("qwen2_5_vl") if callable(value) else value for key, value in objects.items()}
+    with pytest.raises(ValueError, match=message):
+        text_trainer(tmp_path, ids_in_rows(rows) if isinstance(rows, list) else rows, objects)
+
+
+def test_a_teacher_without_rows_is_a_warning(tmp_path, caplog):
+    rows = ids_in_rows([1, -1, 1, 1]).cast_column("teacher_id", CLASSES)
+    trainer = text_trainer(tmp_path, rows, max_steps=2)
+    assert "no row names the teachers ['far'] in the column 'teacher_id'" in caplog.text
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 1e-4
+    assert trainer.state.log_history[1]["loss"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 1.0, "loss_top_k": 5}], ids=str)
+def test_a_batch_without_teacher_changes_nothing(options, tmp_path):
+    """With held-out rows of the same kind; the next batches go on, and no metric is NaN."""
+    rows = ids_in_rows([None, "near", None, "far"])
+    held_out = {"eval_dataset": ids_in_rows([None, None, "near"]), "teacher_models": teachers("image")}
+    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1, **options}
+    trainer = text_trainer(tmp_path, rows, held_out, **options)
+    weights = Weights()
+    trainer.add_callback(weights)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["loss"] > 0 for log in logs] == [False, True, False, True]
+    moved = [any((weights[i + 1][key] != value).any() for key, value in weights[i].items()) for i in range(3)]
+    assert moved == [False, True, False]
+    numbers = [value for log in trainer.state.log_history for value in log.values() if isinstance(value, float)]
+    assert not any(map(math.isnan, numbers))
+
+
+def test_rows_without_teacher_leave_the_scale_of_others(tmp_path):
+    """Accumulated with them, the gradient is the mean over the tokens that have a teacher, as without these rows."""
+    named = one_step("image", ["near", "far"], beta=0.5)
+    parts = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    mixed = one_step("image", ["near", "far", None, None], beta=0.5, **parts)
+    assert_step(mixed, "image", ["near", "far", None, None], beta=0.5)
+    assert named.history[0]["loss"] > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_weights_of_a_teacher_are_finite(kind, tmp_path):
+    broken = teacher("qwen2_5_vl")
+    with torch.no_grad():
+        broken.lm_head.weight[3, 5] = math.nan
+    objects = {"one": {"teacher_models": None, "teacher_model": broken}}
+    objects["several"] = {"teacher_models": {**teachers("image"), "far": broken}}
+    rows = ids_in_rows(GOOD) if kind == "several" else ids_in_rows(GOOD).remove_columns("teacher_id")
+    label = "the teacher 'far'" if kind == "several" else "the teacher"
+    with pytest.raises(ValueError, match=f"Weights of {label} aren't finite, such as '.*weight'"):
+        text_trainer(tmp_path, rows, objects[kind])
 
 
 def test_another_vocabulary_is_refused():

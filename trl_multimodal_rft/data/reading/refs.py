@@ -10,6 +10,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...credentials import masked_url, without_credentials
+from ...printable import printable
 from .rules import DEFAULT_RULES, MediaRules
 
 
@@ -30,7 +31,7 @@ def checksum(messages: str | list | None) -> int | None:
 
 def shortened(value: Any) -> str:
     """Returns a value as text for messages. A text of more than 80 characters is shortened in the middle."""
-    text = value if isinstance(value, str) else repr(value)
+    text = printable(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else f"{text[:50]}...{text[-27:]}"
 
 
@@ -58,6 +59,9 @@ def rival_keys(fields: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, str
 
 class MediaError(ValueError):
     """Error of a medium that can't be put into a prompt, or decoded. Names the row, the column and the remedy."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class OverlongRow(MediaError):

@@ -50,7 +50,7 @@ def max_media_per_row(dataset: Rows | None, ignored: Collection[str] = ()) -> di
 
 
 def empty_row_indices(dataset: Dataset, column: str) -> list[int]:
-    """Returns the indices of rows whose cell in a column is empty, see [`~data.rows.find_media.is_empty`]."""
+    """Returns the indices of rows whose cell in a column is empty, see [`~data.rows.values.is_empty`]."""
     cells = dataset.data.column(column)
     is_empty = pc.is_null(cells, nan_is_null=True)
     if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):

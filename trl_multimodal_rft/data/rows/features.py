@@ -2,7 +2,7 @@
 """Features of a dataset (its types of columns), and media that are decoded only when a function reads them."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, TypeGuard, TypeVar, cast, overload
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
+from datasets import Audio, Dataset, Features, Image, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
 from ...versions import is_torchcodec_usable
@@ -19,21 +19,13 @@ from ..reading.decoding import check_file, decoding, install
 from ..reading.refs import Encoded, MediaRef
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from ..reading.sources import encoded_source, fetch_file, open_file
+from .labels import ClassNumber, as_class_number, class_names, holds_labels
+from .names import TEXT_COLUMNS
+from .nested import feature_leaves, map_features, map_items
 
 
 Rows = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-
-
-def feature_leaves(feature: FeatureType | None, key: str = "") -> Iterator[tuple[str, FeatureType | None]]:
-    """Yields the innermost key and the feature of each leaf of a nested feature, except leaves of type `null`."""
-    if isinstance(feature, (List, LargeList)):
-        yield from feature_leaves(feature.feature, key)
-    elif isinstance(feature, dict):
-        for name, item in feature.items():
-            yield from feature_leaves(item, name)
-    elif not (isinstance(feature, Value) and feature.dtype == "null"):
-        yield key, feature
 
 
 def is_media_feature(feature: FeatureType | None) -> TypeGuard[Audio | Image | Video]:
@@ -52,29 +44,6 @@ def is_transformed(dataset: Dataset) -> bool:
     return dataset.format["type"] == "custom" or {*own_methods} != {Dataset.__getitem__, Dataset.__getitems__}
 
 
-def map_features(value: T, feature: FeatureType, change: Callable[[Any, FeatureType, str], Any], path: str = "") -> T:
-    """Returns a nested value, with `change(item, feature, path)` in place of the item of each leaf feature."""
-    if isinstance(feature, dict) and isinstance(value, dict):
-        return cast(T, {key: map_features(item, feature[key], change, f"{path}.{key}") for key, item in value.items()})
-    if isinstance(feature, (List, LargeList)) and isinstance(value, list):
-        return cast(T, [map_features(item, feature.feature, change, f"{path}[{i}]") for i, item in enumerate(value)])
-    return change(value, feature, path)
-
-
-def map_items(value: T, change: Callable[[Any, str], Any], path: str = "") -> T:
-    """Applies `change(item, path)` to items of nested lists and dictionaries. Doesn't copy unchanged containers."""
-    # Not `isinstance(value, list)`, which would decode a `Decoded`
-    if issubclass(type(value), list):
-        old_items = cast(list, value)
-        new_items = [map_items(item, change, f"{path}[{i}]") for i, item in enumerate(old_items)]
-        return cast(T, new_items) if any(map(operator.is_not, new_items, old_items)) else value
-    if issubclass(type(value), dict):
-        old_fields = cast(dict, value)
-        new_fields = {key: map_items(item, change, f"{path}.{key}") for key, item in old_fields.items()}
-        return cast(T, new_fields) if any(map(operator.is_not, new_fields.values(), old_fields.values())) else value
-    return change(value, path)
-
-
 class _StoredAudio(Audio):
     """Audio feature that stores files without torchcodec."""
 
@@ -87,21 +56,6 @@ class _StoredVideo(Video):
 
     def encode_example(self, value: str | bytes | dict[str, Any]) -> dict[str, Any]:
         return _file_entry(value) or super().encode_example(value)
-
-
-class _ClassName(ClassLabel):
-    """Class label that is read as its name, and as `None` for -1, the missing label."""
-
-    def decode_example(self, value: int, token_per_repo_id: dict[str, str | bool | None] | None = None) -> str | None:
-        return None if value < 0 else self.int2str(value)
-
-
-def with_class_names(dataset: T, column: str) -> T:
-    """Returns a dataset whose rows have the names of the class labels in a column, in place of their numbers."""
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset
-    feature = (dataset.features or {}).get(column)
-    return dataset.cast_column(column, _ClassName(names=feature.names)) if isinstance(feature, ClassLabel) else dataset
 
 
 def _file_entry(value: Any) -> dict[str, Any] | None:
@@ -127,12 +81,13 @@ def undecoded(dataset: T) -> "T | StoredRows": ...
 
 def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
     """
-    Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media. A dataset with a
-    format, such as `"torch"`, or with code of its own is returned unchanged.
+    Returns a dataset whose rows hold [`~data.reading.refs.Encoded`] media in place of decoded media, and class labels
+    as [`~data.rows.labels.ClassNumber`]s, or as names in columns of texts. A dataset with a format, such as `"torch"`,
+    or with code of its own is returned unchanged.
     """
     if isinstance(dataset, IterableDataset):
         features = None if dataset._formatting else dataset.features
-        if features is None or not any(map(_holds_media, features.values())):
+        if features is None or not any(map(_is_converted, features.values())):
             return dataset
         # `num_threads=0` turns off decoding in advance, the default of remote streams
         return (
@@ -141,7 +96,7 @@ def undecoded(dataset: T) -> "T | IterableDataset | StoredRows":
             .map(partial(_encoded_row, features=features))
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] is None and not is_transformed(dataset):
-        return StoredRows(dataset) if any(map(_holds_media, dataset.features.values())) else dataset
+        return StoredRows(dataset) if any(map(_is_converted, dataset.features.values())) else dataset
     return dataset
 
 
@@ -344,6 +299,10 @@ def _holds_media(feature: FeatureType | None) -> bool:
     return any(_decodes_media(leaf) for _, leaf in feature_leaves(feature))
 
 
+def _is_converted(feature: FeatureType | None) -> bool:
+    return _holds_media(feature) or holds_labels(feature)
+
+
 def _without_decoding(feature: FeatureType) -> FeatureType:
     if isinstance(feature, dict):
         return type(feature)({key: _without_decoding(item) for key, item in feature.items()})
@@ -359,11 +318,17 @@ def _without_decoding(feature: FeatureType) -> FeatureType:
 
 
 def _encoded_row(row: dict[str, Any], features: Features) -> dict[str, Any]:
-    return {
-        column: map_features(value, features[column], _wrap_encoded) if _holds_media(features.get(column)) else value
-        for column, value in row.items()
-    }
+    encoded = {}
+    for column, value in row.items():
+        feature = features.get(column)
+        if _is_converted(feature):
+            value = map_features(value, feature, partial(_encoded_leaf, is_text=column in TEXT_COLUMNS))
+        encoded[column] = value
+    return encoded
 
 
-def _wrap_encoded(value: T, feature: FeatureType, path: str) -> T | Encoded:
-    return Encoded(value, feature) if _decodes_media(feature) and isinstance(value, dict) else value
+def _encoded_leaf(value: T, feature: FeatureType, path: str, is_text: bool) -> T | Encoded | ClassNumber | str | None:
+    if _decodes_media(feature) and isinstance(value, dict):
+        return Encoded(value, feature)
+    label = as_class_number(value, feature)
+    return class_names(label) if is_text else label

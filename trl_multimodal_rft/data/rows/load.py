@@ -15,6 +15,7 @@ from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from ...paths import local_path
+from ...printable import printable
 
 
 # Files in the folder of a model, an adapter or a run, whose pictures and lists `datasets` would read as rows
@@ -102,7 +103,7 @@ def one_line_errors(label: str) -> Iterator[None]:
             reason = f"{reason.split(' [')[0]}, such as .csv, .jsonl and .parquet; save a spreadsheet as .csv in UTF-8"
         elif isinstance(cause, UnicodeDecodeError) or reason.startswith("Error tokenizing"):
             reason += "; save it in UTF-8, with commas between cells, and quotes around cells with commas"
-        raise ValueError(f"{label} can't be read: {reason}") from error
+        raise ValueError(f"{label} can't be read: {printable(reason)}") from error
 
 
 def load_dataset_arguments(name: str, split: str) -> dict[str, Any]:

@@ -19,6 +19,9 @@ MEDIA_COLUMNS = {
 TEACHER = "teacher_"
 TEACHER_ID = f"{TEACHER}id"  # column that names the teacher of a row
 TEACHER_COLUMNS = tuple(f"{TEACHER}{name}" for name in ("prompt", *MEDIA_COLUMNS))
+# Columns whose cells are read as texts and names, also if they are class labels
+TEXT_COLUMNS = ("prompt", "completion", "messages", "conversations", "chosen", "rejected", f"{TEACHER}prompt")
+TEXT_COLUMNS += (TEACHER_ID, "environment")
 
 # Names of prompt columns in other tools
 _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
@@ -61,7 +64,7 @@ def check_has_prompt(row: Mapping[str, Any]) -> None:
 
 def other_layout(row: Mapping[str, Any]) -> str | None:
     """Returns the name of the other tool's layout that fits a row or its features, `None` if none does."""
-    from .features import feature_leaves  # imports datasets and torch, which this module doesn't need otherwise
+    from .nested import feature_leaves  # imports datasets and torch, which this module doesn't need otherwise
 
     # By layout, a column that must hold dictionaries, and keys that they must have
     nested_keys = {"verl": ("reward_model", {"ground_truth"}), "sharegpt": ("conversations", {"from", "value"})}

@@ -15,7 +15,7 @@ from ..reading.rules import DEFAULT_RULES, MediaRules
 from .batches import Row
 from .cells import truth_value
 from .columns import as_text, further_keys, has_media, read_messages, rows_to_messages, strip_media
-from .features import with_class_names
+from .labels import with_class_names
 from .names import MEDIA_COLUMNS
 from .rendered import NO_MARKS, TemplateMarks
 
@@ -71,7 +71,7 @@ def judge_rows(dataset: Dataset, template: str = JUDGE_TEMPLATE) -> Dataset:
     ```
     """
     check_pairs(dataset)
-    dataset = with_class_names(dataset, TIE)
+    dataset = with_class_names(dataset, [*_PAIR_COLUMNS, TIE])
     template_parts = _SLOTS.split(template)  # texts and names of slots alternate
     if sorted(template_parts[1::2]) != ["answer_a", "answer_b", "question"]:
         raise ValueError("`template` must contain {question}, {answer_a} and {answer_b}, once each; correct it.")

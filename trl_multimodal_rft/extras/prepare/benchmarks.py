@@ -10,6 +10,7 @@ from typing import Any, Literal
 from datasets import Audio, Dataset, concatenate_datasets
 
 from ...data.reading.refs import shortened
+from ...data.rows.labels import with_class_names
 from ...data.rows.letters import without_letters
 from ...data.rows.load import json_file, load_rows, read_json, required
 
@@ -191,7 +192,7 @@ def _read_rows_and_audio(
     if file is not None:
         rows = read_json(file)
     else:
-        dataset = load_rows(str(path), None, split, streaming=False)
+        dataset = with_class_names(load_rows(str(path), None, split, streaming=False))
         audio_column = next((name for name in columns if name in dataset.column_names), None)
         if audio_column is not None:
             return list(dataset.remove_columns(audio_column)), dataset.select_columns([audio_column]).rename_columns(

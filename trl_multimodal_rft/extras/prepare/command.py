@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from ... import data
 from ...cli.parsers import LAYOUTS
 from ...data.reading.rules import rules_of
+from ...printable import printable
 from .folders import check_empty, write_folder
 
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     dataset = convert(args)
     write_folder(dataset, args.output_dir, rules_of(args.media_rules, media_dir=args.media_dir))
     for split, rows in dataset.items():
-        print(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}")
+        print(printable(f"{split}: {len(rows)} rows of {', '.join(rows.column_names)}"))
     print(f"Written to {args.output_dir}. Find rows that would fail in training with:")
     folder = shlex.quote(args.output_dir)
     split = next(iter(dataset))

@@ -17,7 +17,8 @@ from ...data.reading.refs import MediaRef
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.reading.sizes import media_size
 from ...data.reading.sources import fetch_file, open_file
-from ...data.rows.features import feature_leaves, is_media_feature, map_features
+from ...data.rows.features import is_media_feature
+from ...data.rows.nested import feature_leaves, map_features
 from ...progress import progress_bar
 
 

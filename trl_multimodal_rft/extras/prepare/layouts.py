@@ -20,7 +20,8 @@ from ...data.rows.batches import Row
 from ...data.rows.blocks import FRACTIONAL_OPTIONS, OPTIONS
 from ...data.rows.cells import truth_value
 from ...data.rows.columns import rows_to_messages
-from ...data.rows.features import is_media_feature, with_class_names
+from ...data.rows.features import is_media_feature
+from ...data.rows.labels import with_class_names
 from ...data.rows.letters import without_letters
 from ...data.rows.load import json_file, load_rows, read_json, required
 from ...data.rows.names import MEDIA_COLUMNS, TEACHER
@@ -448,9 +449,7 @@ def _read_rows_and_media(
     if file is not None:
         rows = read(file)
     else:
-        dataset = load_rows(str(path), None, split, streaming=False)
-        for name in LABELS:
-            dataset = with_class_names(dataset, name)
+        dataset = with_class_names(load_rows(str(path), None, split, streaming=False))
         stored_columns = [_stored_media(dataset, name) for name in dataset.column_names]
         media = [stored for stored in stored_columns if stored is not None]
         rows = list(dataset.remove_columns([*chain.from_iterable(stored.column_names for stored in media)]))

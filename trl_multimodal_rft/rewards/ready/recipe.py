@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
+from ...data.rows.labels import class_names
 from ..calls import PreparedCall, RowError, check_rewards, check_signature, is_finite, wrap_reward
 
 
@@ -134,7 +135,7 @@ def _on_labelled_rows(
                 f"The reward recipe needs the column '{label_column}', but there are only the columns "
                 f"{sorted(columns)}; add the column, or name another one as `label_column`."
             )
-        row_labels = columns[label_column]
+        row_labels = class_names(columns[label_column])
         for position, label in enumerate(row_labels):
             if label not in labels:
                 raise RowError(

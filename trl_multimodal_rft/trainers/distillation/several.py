@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from ...rollout.ranks import any_rank
 from ...rollout.rollout import Rollout
 from ...rollout.stream import EncodedRow
 from ..shared.arguments import mapping
+from ..shared.finite import check_frozen_weights
 from ..shared.offload import HostMemory, storages, weights
 from ..shared.run import Run
 from .config import is_address
@@ -38,6 +40,9 @@ from .teacher import (
 
 if TYPE_CHECKING:
     from .config import MultimodalDistillationConfig
+
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -91,6 +96,7 @@ def load_teachers(
             raise ValueError(f"`teacher_models` has no model for {name!r}; name or pass one.")
         if not isinstance(model, str):
             divergence_head_rule(model, f"teacher {name!r}")
+            check_frozen_weights(model, f"the teacher {name!r}")
             model.eval()
         loaded[name] = model
     return loaded
@@ -145,13 +151,16 @@ class Teachers:
     # Rollout
 
     def choose(self, rollout: Rollout, rows: Sequence[EncodedRow]) -> None:
-        """Sets the teachers of completions. Raises `ValueError` for a row that names an unknown teacher."""
+        """
+        Sets the teachers of completions, none for rows without one, and warns once of a batch of such rows. Raises
+        `ValueError` for a row that names an unknown teacher.
+        """
         indices = [self._index_of(row) for row in rows]
         rollout.teacher.index = torch.tensor(indices, device=self.run.accelerator.device)
         if not any_rank(self.run.accelerator, max(indices) >= 0):
-            raise ValueError(
-                f"No row of a batch names its teacher, such as row {rows[0].row_index}; write one of {self.names} "
-                f"into the column {TEACHER_ID!r}."
+            logger.warning_once(
+                f"No row of a batch names its teacher, one of {self.names}, in the column {TEACHER_ID!r}, so that the "
+                "loss of the batch is 0."
             )
 
     @property

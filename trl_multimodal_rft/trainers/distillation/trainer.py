@@ -24,13 +24,16 @@ from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
 from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
+from ..shared.arguments import mapping
 from ..shared.base import MultimodalTrainer
 from ..shared.ema import MovingAverage
+from ..shared.finite import check_frozen_weights
 from ..shared.rollout_logs import log_media_contribution
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .best import choose_best, prompts_with
 from .config import MultimodalDistillationConfig, SelfTeacher
+from .ids import check_teacher_ids
 from .method import DISTILLATION
 from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
 from .several import Teachers, load_teachers
@@ -144,10 +147,14 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         arguments = arguments_of(locals(), "teacher_model", "teacher_models", "reward_funcs")
         functions = _functions_for_best(reward_funcs, tools, args)
         _check_one_source(teacher_model, teacher_models, args)
+        names = [*{**mapping(args.teacher_models), **(teacher_models or {})}]
+        check_teacher_ids({"train_dataset": train_dataset, "eval_dataset": eval_dataset}, names)
         several = load_teachers(teacher_models, args)
         teacher = None if several else load_teacher(teacher_model, args)
         if teacher is model:
             raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
+        if teacher is not None:
+            check_frozen_weights(teacher, "the teacher")
         if teacher is not None and args.teacher_model_server_url is not None:
             raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
         if tools and args.keeps_decoded:
@@ -258,9 +265,10 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         return choose_best(self._run, rollout, settings.min_reward)
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
-        if self._teachers is None and any(row.stored.get(TEACHER_ID) is not None for row in rows):
+        named_rows = [row.row_index for row in rows if row.stored.get(TEACHER_ID) is not None]
+        if self._teachers is None and named_rows:
             raise ValueError(
-                f"row {rows[0].row_index} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
+                f"row {named_rows[0]} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
                 "`teacher_models`, or remove the column."
             )
         teaches_itself = self.teacher_model is None and self.teacher_server is None and self._teachers is None

@@ -13,7 +13,8 @@ from trl.data_utils import get_dataset_column_names
 from ...data.reading.refs import OverlongRow
 from ...data.rows.batches import Row
 from ...data.rows.cells import finite_number, truth_value
-from ...data.rows.features import undecoded, with_class_names
+from ...data.rows.features import undecoded
+from ...data.rows.labels import with_class_names
 from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.pairs import COMPLETIONS, TIE, is_equal_pair
 from ...data.rows.unread import lists_columns
@@ -188,7 +189,7 @@ class ComparisonCollator(PairCollator["MultimodalRewardConfig"]):
     def _prepare(self, dataset: Any, name: str) -> Any:
         is_tokenized = {"chosen_ids", "rejected_ids"} <= {*(get_dataset_column_names(dataset) or ())}
         dataset = dataset if is_tokenized else super()._prepare(dataset, name)
-        return with_class_names(dataset, TIE) if lists_columns(dataset) else dataset
+        return with_class_names(dataset, [TIE]) if lists_columns(dataset) else dataset
 
     def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Returns `margin` and `tie`, `(B,)`. They are 0 and false for rows without these columns."""

@@ -13,7 +13,7 @@ from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from ...data.rows.batches import Row
 from ...data.rows.cells import Cell, finite_number, truth_value
-from ...data.rows.features import with_class_names
+from ...data.rows.labels import with_class_names
 from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
@@ -175,7 +175,7 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
             raise missing_columns_error(
                 name, columns, needed, other_layout(dataset.features or dict.fromkeys(columns))
             )
-        dataset = with_class_names(dataset, "label")
+        dataset = with_class_names(dataset, ["label"])
         if isinstance(dataset, Dataset):
             labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
             if name == "train":

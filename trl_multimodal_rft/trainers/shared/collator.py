@@ -18,7 +18,8 @@ from trl.data_utils import get_dataset_column_names
 from ...data.rows.batches import DatasetRows, Row
 from ...data.rows.cells import Cell, cell_value
 from ...data.rows.columns import has_media
-from ...data.rows.names import MEDIA_COLUMNS, prepare_remedy
+from ...data.rows.labels import with_class_names
+from ...data.rows.names import MEDIA_COLUMNS, TEXT_COLUMNS, prepare_remedy
 from ...encoding.concatenated import PART_LENGTHS
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import placeholder_tokens, plain_outputs
@@ -181,7 +182,7 @@ class RowCollator(Generic[ConfigT]):
         """
         if isinstance(dataset, dict):
             return {split: self.prepare(split_dataset, split) for split, split_dataset in dataset.items()}
-        return None if dataset is None else self._prepare(dataset, name)
+        return None if dataset is None else self._prepare(with_class_names(dataset, TEXT_COLUMNS), name)
 
     def _columns_of(self, dataset: Any, name: str) -> tuple[set[str], list[str]]:
         """Returns columns, and those of media. Raises an error if a tokenizer gets media."""

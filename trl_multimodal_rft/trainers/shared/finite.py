@@ -30,6 +30,18 @@ def check_weights(model: nn.Module, accelerator: Accelerator, step: int, consequ
         )
 
 
+@torch.no_grad()
+def check_frozen_weights(model: nn.Module, label: str) -> None:
+    """Raises a `ValueError` if weights of a model that isn't trained, named by `label`, aren't finite."""
+    for name, parameter in model.named_parameters():
+        weights = local_part(parameter)
+        # Quantized weights are integers or floats of a byte, which have no `aminmax`
+        if weights.is_meta or not weights.numel() or not weights.is_floating_point() or weights.element_size() == 1:
+            continue
+        if not all(bound.isfinite() for bound in weights.aminmax()):
+            raise ValueError(f"Weights of {label} aren't finite, such as {name!r}; save or download the model again.")
+
+
 def skip_broken_update(
     norm: float | torch.Tensor | None,
     optimizer: Optimizer,

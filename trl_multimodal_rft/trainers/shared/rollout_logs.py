@@ -18,6 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from ...algorithms.metrics import MetricLog
 from ...checks.media_contribution import media_contribution
 from ...data.rows.columns import strip_media
+from ...data.rows.labels import class_names
 from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
@@ -145,7 +146,7 @@ class RolloutLog:
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.source.messages[0],
                 ids[mask].tolist(),
-                solution=rollout.source.rows[0].get("solution"),
+                solution=class_names(rollout.source.rows[0].get("solution")),
                 rewards=dict(zip(self.run.reward_functions.names, rewards, strict=True)),
             )
 

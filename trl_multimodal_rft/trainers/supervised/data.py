@@ -14,6 +14,7 @@ from trl.data_utils import maybe_convert_to_chatml
 
 from ...data.reading.refs import MediaError, OverlongRow
 from ...data.rows.batches import Row
+from ...data.rows.labels import class_names
 from ...data.rows.names import other_layout
 from ...data.rows.unread import lists_columns
 from ...data.rows.values import is_empty
@@ -87,7 +88,7 @@ class SupervisedCollator(RowCollator[MultimodalSFTConfig]):
         elif self.formatting_func is not None:
             sequence = self.encoder.encode_text(self.formatting_func(row), row.row_index)
         elif self._is_text(row):
-            sequence = self.encoder.encode_text(row[args.dataset_text_field], row.row_index)
+            sequence = self.encoder.encode_text(class_names(row[args.dataset_text_field]), row.row_index)
         else:
             sequence = self._encoder_of(row).encode_sequence(row, args.completion_only_loss, args.assistant_only_loss)
         check_ids(sequence.input_ids, self.model.config, row.row_index)
