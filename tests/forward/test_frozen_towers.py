@@ -43,6 +43,7 @@ from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.models.modes import fix_encoders
 from trl_multimodal_rft.models.parts import find_tower, freeze, named_parts
+from trl_multimodal_rft.rollout import row_pass
 
 
 FROZEN = {"freeze": ["vision_tower", "projector"]}
@@ -458,6 +459,7 @@ def test_rows_become_messages_once(rows, monkeypatch):
         return to_messages(rows, *args)
 
     monkeypatch.setattr(prompt_encoder, "rows_to_messages", counting)
+    monkeypatch.setattr(row_pass._Part, "rows", lambda part: iter(()))  # which reads all rows, too
     walked, iter_refs = Counter(), encoded_prompts.iter_refs
 
     def walking(messages):

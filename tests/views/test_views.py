@@ -207,10 +207,12 @@ def test_only_views_of_sounds_change_the_sound_of_videos(monkeypatch):
 
 
 def test_views_of_media_that_only_reading_tells(tmp_path, caplog):
-    """Streams get a warning with their first batch."""
+    """Streams get a warning with their first batch. Blocks are read."""
     rows, options = image_rows(), {"max_steps": 1, "rollout_view": "mask_audio"}
-    unknown = [{"prompt": [{**USER, "content": [{"type": "image", "path": "a.png"}]}]}] * 8
-    for dataset in (rows.with_transform(lambda batch: batch), Dataset.from_list(unknown), rows.to_iterable_dataset()):
+    blocks = Dataset.from_list([{"prompt": [{**USER, "content": [{"type": "image", "path": "a.png"}]}]}] * 8)
+    with pytest.raises(ValueError, match="`rollout_view` changes audio, but prompts hold image"):
+        make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", blocks, tmp_path, **options)
+    for dataset in (rows.with_transform(lambda batch: batch), rows.to_iterable_dataset()):
         trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", dataset, tmp_path, **options)
         assert not any("changes audio" in each for each in caplog.messages)
     trainer.train()

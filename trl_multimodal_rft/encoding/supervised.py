@@ -22,7 +22,7 @@ from ..views.views import View
 from .conversations import check_joins, encode_continuation
 from .join import padded
 from .messages import check_written, template_marks, write_chat
-from .processors import Processor, checked_prompt
+from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
 from .tokenized import TextEncoder, with_end
@@ -76,6 +76,32 @@ class SupervisedEncoder(TextEncoder):
         self._marks = template_marks(self.processing_class, self.template_kwargs)
         super().__post_init__()
 
+    def read(
+        self, row: Row, kind: Literal["sequence", "split", "pair", "completion"], completion_only: bool | None = None
+    ) -> list:
+        """
+        Reads a row as it is encoded, without decoding its media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+            kind (`str`):
+                Method that encodes it: [`encode_sequence`] (`"sequence"`), [`encode_pairs`] (`"split"`),
+                [`encode_preference`] (`"pair"`) or [`encode_completion`] (`"completion"`).
+            completion_only (`bool`, *optional*):
+                Argument of [`encode_sequence`].
+
+        Returns:
+            `list`: Messages whose media blocks hold [`MediaRef`]s, for a pair those of both completions.
+        """
+        if kind == "pair":
+            return [messages for _, messages, _ in self._read_pair(row).values()]
+        if kind == "completion":
+            return self._read_completion(row)[1]
+        if kind == "split":
+            return self._read_split(row, f"row {row.row_index}")[0]
+        return self._read_sequence(row, completion_only)[0]
+
     def encode_sequence(
         self, row: Mapping[str, Any], completion_only: bool | None = None, assistant_only: bool = False
     ) -> SupervisedSequence:
@@ -101,7 +127,7 @@ class SupervisedEncoder(TextEncoder):
         row = row if isinstance(row, Row) else Row(0, dict(row))
         label = f"row {row.row_index}"
         is_conversation = bool(row.get("messages"))
-        messages, n = self.read_sequence(row, completion_only)
+        messages, n = self._read_sequence(row, completion_only)
         with _naming_column(row):
             if is_conversation:  # the whole conversation takes the place of the prompt
                 prompt = self._encode(messages, row, add_generation_prompt=False)
@@ -118,7 +144,7 @@ class SupervisedEncoder(TextEncoder):
                     f"{label}: `assistant_only_loss=True` needs messages, got text; give messages, or leave the "
                     "option out."
                 )
-            sequence.learned &= self._assistant_mask(row, messages, sequence)
+            sequence.learned &= _assistant_mask(self, messages, sequence)
         check_learned(sequence, label)
         if family_of(self.model).token_field_fill and sequence.learned[: len(prompt)].any():
             raise ValueError(
@@ -128,7 +154,7 @@ class SupervisedEncoder(TextEncoder):
             )
         return sequence
 
-    def read_sequence(self, row: Row, completion_only: bool | None = None) -> tuple[list, int]:
+    def _read_sequence(self, row: Row, completion_only: bool | None = None) -> tuple[list, int]:
         """Returns the messages that [`encode_sequence`] encodes, and the number of the prompt's. Decodes no media."""
         is_conversation = bool(row.get("messages"))
         if is_conversation and completion_only:
@@ -171,7 +197,7 @@ class SupervisedEncoder(TextEncoder):
         for index, columns in enumerate(rows):
             row = columns if isinstance(columns, Row) else Row(index, dict(columns))
             label = f"row {row.row_index} of `ptx_dataset`"
-            messages, n = self.read_split(row, label)
+            messages, n = self._read_split(row, label)
             prompt = self._encode(_text_or_messages(row, messages[:n]), row)
             ids = self._completion_ids(row, messages, n, label)
             prompts.append(prompt)
@@ -179,7 +205,7 @@ class SupervisedEncoder(TextEncoder):
             completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
         return prompts, *padded(completions)
 
-    def read_split(self, row: Row, label: str) -> tuple[list, int]:
+    def _read_split(self, row: Row, label: str) -> tuple[list, int]:
         """Returns the messages of a row of `ptx_dataset`, and the number of the prompt's. Decodes no media."""
         prompt_messages, completion = _split_messages(row, label)
         return self._messages(row, prompt_messages, completion), len(prompt_messages)
@@ -210,7 +236,7 @@ class SupervisedEncoder(TextEncoder):
             tokenized = (Row(row.row_index, {"input_ids": row[f"{name}_ids"]}) for name in ("chosen", "rejected"))
             return with_common_start(*map(self.encode_tokens, tokenized))
         label = f"row {row.row_index}"
-        selections = self.read_pair(row)
+        selections = self._read_pair(row)
         has_media = next(iter_refs([messages for _, messages, _ in selections.values()]), None) is not None
         # Families with `token_field_fill` need the boundary, as token fields differ between prompt and completion
         if whole and not has_media and not family_of(self.model).token_field_fill:
@@ -231,7 +257,7 @@ class SupervisedEncoder(TextEncoder):
         rejected = completions["rejected"]
         return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
 
-    def read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
+    def _read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
         """
         Returns what [`encode_preference`] encodes, by the column of a completion: the row with it, all messages, and
         the number of the prompt's. Decodes no media.
@@ -241,7 +267,7 @@ class SupervisedEncoder(TextEncoder):
         columns = self._with_answer_media(row)
         return {column: self._select_completion(columns, column) for column in COMPLETIONS}
 
-    def read_completion(self, row: Row) -> tuple[Row, list, int]:
+    def _read_completion(self, row: Row) -> tuple[Row, list, int]:
         """Reads a row as [`encode_completion`] does, without decoding its media. Returns as [`read_pair`] does."""
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index, role="assistant"))
         return self._select_completion(row, "completion")
@@ -262,12 +288,23 @@ class SupervisedEncoder(TextEncoder):
                 it after the prompt.
             [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
-        selected_row, messages, n = self.read_completion(row)
+        selected_row, messages, n = self._read_completion(row)
         ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
         return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
-        """Returns the number of tokens of a completion, `None` if it has media. Decodes no media."""
+        """
+        Counts the tokens of a completion without decoding media.
+
+        Args:
+            row ([`~data.rows.batches.Row`]):
+                Row.
+            column (`str`):
+                Column of the completion.
+
+        Returns:
+            `int` or `None`: Number of tokens, `None` for a completion with media.
+        """
         selected_row, messages, n = self._select_completion(row, column)
         if next(iter_refs(messages[n:]), None) is not None:
             return None
@@ -433,51 +470,52 @@ class SupervisedEncoder(TextEncoder):
             raise ValueError(f"{label}: the completion contains {token!r}, a placeholder of media; remove it.")
         return ids
 
-    def _assistant_mask(self, row: Row, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
-        """
-        Returns the mask of the assistant's tokens, which are the tokens that its turns add to the rendered text.
 
-        In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. After an
-        image of 256 tokens, which has one placeholder in the text, the number is 255. The number is computed once for
-        all turns after the same media.
-        """
-        label = f"row {row.row_index}"
-        ids = sequence.input_ids.tolist()
+def _assistant_mask(encoder: SupervisedEncoder, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
+    """
+    Returns the mask of the assistant's tokens, which are the tokens that its turns add to the rendered text.
 
-        def render(n: int, **options: bool) -> list[int]:
-            """Returns the ids of the first `n` messages, in which a medium is one placeholder."""
-            text = write_chat(messages[:n], self.processing_class, label, **{**self.template_kwargs, **options})
-            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. After an
+    image of 256 tokens, which has one placeholder in the text, the number is 255. The number is computed once for all
+    turns after the same media.
+    """
+    label = f"row {sequence.row}"
+    ids = sequence.input_ids.tolist()
 
-        # Number of tokens that media add, by the number of media
-        n_added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}
-        mask = torch.zeros(len(ids), dtype=torch.bool)
-        for message_index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            ids_before = render(message_index, add_generation_prompt=True)
-            ids_after = render(message_index + 1)
-            n_media = len(list(iter_refs(messages[:message_index])))
-            if n_media not in n_added:
-                prefix = encode_messages(
-                    messages[:message_index],
-                    self.processing_class,
-                    self.model,
-                    template_kwargs={**self.template_kwargs, "add_generation_prompt": True},
-                    audio_overlong=self.audio_overlong,
-                    row=row.row_index,
-                )
-                n_added[n_media] = len(prefix.input_ids) - len(ids_before)
-            start = len(ids_before) + n_added[n_media]
-            end = len(ids_after) + n_added[n_media]
-            if ids_after[: len(ids_before)] != ids_before or ids[start:end] != ids_after[len(ids_before) :]:
-                raise ValueError(
-                    f"{label}: the chat template renders message {message_index} differently when others follow, so "
-                    "the assistant's tokens can't be found; set a chat template that renders it the same "
-                    "(`processing_class.chat_template`)."
-                )
-            mask[start:end] = True
-        return mask
+    def render(n: int, **options: bool) -> list[int]:
+        """Returns the ids of the first `n` messages, in which a medium is one placeholder."""
+        text = write_chat(messages[:n], encoder.processing_class, label, **{**encoder.template_kwargs, **options})
+        return tokenizer_of(encoder.processing_class)(text, add_special_tokens=False)["input_ids"]
+
+    # Number of tokens that media add, by the number of media
+    n_added = {len(list(iter_refs(messages))): len(ids) - len(render(len(messages)))}
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    for message_index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        ids_before = render(message_index, add_generation_prompt=True)
+        ids_after = render(message_index + 1)
+        n_media = len(list(iter_refs(messages[:message_index])))
+        if n_media not in n_added:
+            prefix = encode_messages(
+                messages[:message_index],
+                encoder.processing_class,
+                encoder.model,
+                template_kwargs={**encoder.template_kwargs, "add_generation_prompt": True},
+                audio_overlong=encoder.audio_overlong,
+                row=sequence.row,
+            )
+            n_added[n_media] = len(prefix.input_ids) - len(ids_before)
+        start = len(ids_before) + n_added[n_media]
+        end = len(ids_after) + n_added[n_media]
+        if ids_after[: len(ids_before)] != ids_before or ids[start:end] != ids_after[len(ids_before) :]:
+            raise ValueError(
+                f"{label}: the chat template renders message {message_index} differently when others follow, so "
+                "the assistant's tokens can't be found; set a chat template that renders it the same "
+                "(`processing_class.chat_template`)."
+            )
+        mask[start:end] = True
+    return mask
 
 
 @contextmanager

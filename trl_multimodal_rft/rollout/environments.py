@@ -248,9 +248,14 @@ def as_content(
     items = [*map(_from_mcp, result)] if is_list else [result]
     blocks = [_block_of(item) for item in items]
     is_list_of_blocks = isinstance(result, list) and (
-        are_lists_blocks or all(isinstance(item, dict) and "type" in item for item in items)
+        are_lists_blocks or all(isinstance(item, dict) and "type" in item for item in map(_mcp_fields, result))
     )
     if is_list_of_blocks or any(block is not None for block in blocks):
+        unread = next((reading.objection for reading in map(read_value, items) if reading.kind == "objection"), None)
+        if unread is not None:
+            raise MediaError(
+                f"{origin} returned a list with an item {unread}, which the model would not get; return its content"
+            )
         blocks = [item if block is None else block for item, block in zip(items, blocks, strict=True)]
         blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in blocks]
         parsed = blocks_to_refs(blocks, path, row_index, rules)

@@ -5,6 +5,7 @@ LightRFT's rows, `check` and `evaluate`, a value is a medium, a text, or an erro
 """
 
 import base64
+import collections
 import datetime
 import decimal
 import functools
@@ -73,12 +74,16 @@ VALUES = {
     "words with a colon": ("data: 3, 4", "text", None),
     "a long word": ("ACGT" * 60, "text", None),
     "a name": ("cat.png", "text", "image"),
-    "a quoted name": ("'sounds/my bark.WAV'\n", "text", "audio"),
+    "a quoted name": ("'sounds/bark.WAV'\n", "text", "audio"),
     "a name in angles": ("<clip.mp4>", "text", "video"),
     "a URL": ("https://example.org/x/y.jpeg?raw=1", "text", "image"),
     "a URI": (f"data:image/png;base64,{BASE64}", "text", "image"),
     "a URI in capitals": (f"DATA:IMAGE/PNG;BASE64,{BASE64}", "text", "image"),
-    "words and a URI": (f"See data:audio/wav;base64,{BASE64}, please", "text", "audio"),
+    "words and a URI": (f"a {{ background: url(data:image/png;base64,{BASE64}) }}", "text", None),
+    "a URI and words": (f"data:audio/wav;base64,{BASE64} What is it?", "text", "audio"),
+    "words with a slash": ("Yes/No: is cat.png a file", "text", None),
+    "a command": ("./run.sh --input a.wav --output b.mp3", "text", "audio"),
+    "a comment": ("// Implement a function that returns the sum of all numbers in a list " * 3, "text", None),
     "base64": (BASE64, "text", "image"),
     "base64 in lines": ("\n".join(BASE64[i : i + 76] for i in range(0, len(BASE64), 76)), "text", "image"),
     "an integer": (7, "text", None),
@@ -88,6 +93,10 @@ VALUES = {
     "a day": (datetime.date(2026, 1, 2), "text", None),
     "an id": (uuid.UUID(int=3), "text", None),
     "a small table": (np.arange(6).reshape(2, 3), "text", None),
+    "a size": ({"path": "a.csv", "bytes": 1234}, "parts", None),
+    "a table": ({"data": "a,b", "format": "csv"}, "parts", None),
+    "a deque": (collections.deque([1, "a"]), "parts", None),
+    "a range": (range(10**12), "text", None),
     "a dictionary": ({"x": 1, "y": ["a", None]}, "parts", None),
     "a set": ({"a"}, "parts", None),
     "a generator": ((i for i in range(3)), "objection", None),
@@ -124,7 +133,7 @@ def as_source(name):
 
 def as_prompt(name):
     value, _, modality = VALUES[name]
-    is_text = isinstance(value, str) and (modality is None or name == "words about a file")
+    is_text = isinstance(value, str) and (modality is None or name in ("words about a file", "a command"))
     return "text" if is_text else "objection"
 
 
@@ -215,6 +224,10 @@ def content_of(value):
     return as_content(value, "the tool 'x'", "tool 'x'", 0, DEFAULT_RULES)
 
 
+def prompt(messages):
+    return rows_to_messages([{"prompt": messages}])
+
+
 def image_block(value):
     return user([{"type": "image", "image": value}, {"type": "text", "text": "Hm."}])
 
@@ -229,15 +242,9 @@ DOORS = {
     "GRPO's column": (as_source, lambda value: reader(MultimodalGRPOTrainer)(Row(0, {**ROW, "image": value}))),
     "GRPO's prompt": (as_prompt, lambda value: reader(MultimodalGRPOTrainer)(Row(0, {"prompt": user(value)}))),
     "GRPO's text": (as_prompt, lambda value: reader(MultimodalGRPOTrainer)(Row(0, {"prompt": value}))),
-    "a system message": (
-        as_prompt,
-        lambda value: read_messages([{"role": "system", "content": value}, *user("Hm.")], "prompt", 0),
-    ),
-    "a text block": (as_prompt, lambda value: read_messages(user([{"type": "text", "text": value}]), "prompt", 0)),
-    "a block of OpenAI": (
-        as_prompt,
-        lambda value: read_messages(user([{"type": "input_text", "text": value}]), "prompt", 0),
-    ),
+    "a system message": (as_prompt, lambda value: prompt([{"role": "system", "content": value}, *user("Hm.")])),
+    "a text block": (as_prompt, lambda value: prompt(user([{"type": "text", "text": value}]))),
+    "a block of OpenAI": (as_prompt, lambda value: prompt(user([{"type": "input_text", "text": value}]))),
     "a teacher's column": (
         as_source,
         lambda value: reader(MultimodalDistillationTrainer)(Row(0, {"prompt": "Hm.", "teacher_image": value})),

@@ -103,7 +103,6 @@ def rows_to_messages(
     media = []
     for reader, column, prompt, row in zip(readers, prompt_columns, prompts, rows, strict=True):
         reader.check_prompt(prompt, column)
-        reader.check_text(prompt, column)
         media.append(reader.column_media({key: value for key, value in row.items() if key not in ignored}, prefix))
     become_messages = any(any(row_media.values()) for row_media in media)
     become_messages = become_messages or not all(isinstance(prompt, str) for prompt in prompts)
@@ -116,8 +115,10 @@ def rows_to_messages(
             # In a plain-text prompt, a placeholder token of the model stays text
             tag_modalities = [modality for modality in MODALITIES if not (is_text and f"<{modality}>" in placeholders)]
             prompts[i] = readers[i].put_media(messages, media[i], prompt_columns[i], tag_modalities)
-        if next(iter_refs(prompts), None) is not None:
-            prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
+    for reader, column, prompt in zip(readers, prompt_columns, prompts, strict=True):
+        reader.check_texts(prompt, column)
+    if next(iter_refs(prompts), None) is not None:
+        prompts = [[_as_blocks(message) for message in messages] for messages in prompts]
     return [
         {**{key: value for key, value in row.items() if key not in MEDIA_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts, strict=True)
@@ -228,8 +229,19 @@ class _RowReader:
             actual = "an empty list" if prompt == [] else actual
             raise self.error(name, f"is {actual}; give a text or a list of messages, or remove the row")
 
+    def check_texts(self, prompt: str | list[dict[str, Any]], column: str) -> None:
+        """
+        Raises a [`MediaError`] for a prompt without media and a text that is nothing but a medium, as the model would
+        read its letters. Answers and results of tools may be the names of files.
+        """
+        if next(iter_refs(prompt), None) is not None:
+            return
+        for m, message in enumerate([{"content": prompt}] if isinstance(prompt, str) else prompt):
+            if message.get("role") not in ("assistant", "tool"):
+                for block in _as_blocks(message).get("content") or []:
+                    self.check_text(block.get("text"), column if isinstance(prompt, str) else f"{column}[{m}].content")
+
     def check_text(self, text: Any, path: str) -> None:
-        """Raises a [`MediaError`] for a text of a prompt that is nothing but a medium, whose letters it would be."""
         if isinstance(text, str) and is_file_name(text):
             modality = named_modality(text)
             raise self.error(
@@ -397,9 +409,6 @@ class _RowReader:
                 f"nothing reads the media in '{stray_key}' of a message; move each to a block of 'content', such as "
                 "{'type': 'image', 'image': ...}, or to a media column",
             )
-        if role not in ("assistant", "tool"):  # whose texts may be the names of files
-            for block in _as_blocks(message).get("content") or []:
-                self.check_text(block.get("text"), f"{path}.content")
         return message
 
 
@@ -437,10 +446,11 @@ def check_not_serialized(text: str | Sequence | None, column: str, row_index: in
 
 
 def lacking_tag(message: Mapping[str, Any], modality: str) -> bool:
-    """Returns whether a text of a message has a tag of a modality, such as `<image>`, which isn't a placeholder."""
+    """Returns whether a line of a message begins with a tag of a modality, such as `<image>`, without a medium."""
+    pattern = re.compile(rf"^\s*<{modality}>", re.MULTILINE)
     blocks = _as_blocks({**message}).get("content") or []
     return message.get("role") not in ("assistant", "tool") and any(
-        f"<{modality}>" in str(block.get("text", "")) for block in blocks if block.get("type") == "text"
+        pattern.search(str(block.get("text", ""))) for block in blocks if block.get("type") == "text"
     )
 
 

@@ -121,54 +121,75 @@ class StoredRows:
         return [_encoded_row(row, self._features) for row in rows]
 
 
-def outlined_rows(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def table_order(dataset: Dataset) -> np.ndarray:
+    """Returns the indices of a dataset's rows in the order in which its table has them."""
+    return np.arange(len(dataset)) if dataset._indices is None else np.argsort(_positions(dataset), kind="stable")
+
+
+def outlined_rows(
+    dataset: Dataset, columns: Sequence[str], indices: np.ndarray
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """
-    Yields the indices and the columns of all rows without the contents of their media: the bytes of a file are one
-    byte, and a list of numbers has one item. The order is that of the table, so that nothing large is copied.
+    Yields rows, by indices in [`table_order`], without the contents of their media: the bytes of a file are one byte,
+    and an innermost list of numbers has one item. Copies nothing large.
     """
     features = Features({column: dataset.features[column] for column in columns})
     stored_features = _without_decoding(features)
     table = dataset.data.table.select(list(columns))
-    # The rows of the table that the dataset has, in the table's order, and their indices in the dataset
-    selection = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
-    order = np.arange(len(dataset)) if selection is None else np.argsort(selection, kind="stable")
-    positions = order if selection is None else selection[order]
+    positions = indices if dataset._indices is None else _positions(dataset)[indices]
     start = 0
-    while start < len(order):
+    while start < len(indices):
         first = positions[start]
         end = int(np.searchsorted(positions, first + _OUTLINED_ROWS))
-        part = table.slice(first, positions[end - 1] - first + 1).combine_chunks()
-        outlined = pa.table([_outline(column.combine_chunks()) for column in part.columns], list(columns))
-        batch = stored_features.decode_batch(outlined.take(pa.array(positions[start:end] - first)).to_pydict())
-        for index, values in zip(order[start:end].tolist(), zip(*batch.values(), strict=True), strict=True):
+        part = table.slice(first, positions[end - 1] - first + 1)
+        rows = positions[start:end] - first
+        cells = {name: _cells(column, rows) for name, column in zip(columns, part.columns, strict=True)}
+        batch = stored_features.decode_batch(cells)
+        for index, values in zip(indices[start:end].tolist(), zip(*batch.values(), strict=True), strict=True):
             yield index, _encoded_row(dict(zip(batch, values, strict=True)), features)
         start = end
 
 
-def _outline(array: Any) -> pa.Array:
+def _positions(dataset: Dataset) -> np.ndarray:
+    return cast(Any, dataset._indices).column(0).to_numpy()
+
+
+def _cells(column: pa.ChunkedArray, rows: np.ndarray) -> list[Any]:
+    """Returns the outlined cells of some rows. For arrays of a fixed size, they are a number or `None`."""
+    if isinstance(column.type, pa.ExtensionType) or pa.types.is_fixed_size_list(column.type):
+        return [np.zeros(1) if is_valid else None for is_valid in np.asarray(column.is_valid())[rows]]
+    outlined = pa.chunked_array([_outline(chunk) for chunk in column.chunks])
+    return outlined.take(pa.array(rows)).to_pylist()
+
+
+def _outline(array: Any, depth: int = 0) -> pa.Array:
     """Returns an array without the contents of files and of lists of numbers, with the same missing values."""
-    if isinstance(array, pa.ChunkedArray):  # of a type that can't be combined
-        return pa.chunked_array([_outline(chunk) for chunk in array.chunks], array.type)
     kind = array.type
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return pc.if_else(pc.is_valid(array), pa.scalar(b"\0", kind), pa.scalar(None, kind))
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pc.if_else(pc.is_valid(array), pa.scalar(b"\0"), pa.scalar(None, pa.binary()))
+    if pa.types.is_string_view(kind):
+        return pc.cast(array, pa.string())
     if pa.types.is_struct(kind) and kind.num_fields:
         fields = [_outline(child) for child in array.flatten()]
         return pa.StructArray.from_arrays(fields, [field.name for field in kind], mask=pc.is_null(array))
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    is_large = pa.types.is_large_list(kind)
+    if not is_large and not pa.types.is_list(kind):
         return array
-    leaf = kind.value_type
-    while pa.types.is_list(leaf) or pa.types.is_large_list(leaf):
-        leaf = leaf.value_type
-    if pa.types.is_integer(leaf) or pa.types.is_floating(leaf):
+    is_nested = pa.types.is_list(kind.value_type) or pa.types.is_large_list(kind.value_type)
+    if _holds_numbers(kind) and (depth or not is_nested):  # the outermost list may be one of media
         array = pc.list_slice(array, 0, 1)
-        kind = array.type
+        is_large = pa.types.is_large_list(array.type)
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    offsets = pa.array(
-        np.concatenate([[0], np.cumsum(lengths)]), pa.int64() if pa.types.is_large_list(kind) else pa.int32()
-    )
-    list_type = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
-    return list_type.from_arrays(offsets, _outline(array.flatten()), mask=pc.is_null(array))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64 if is_large else np.int32)
+    list_type = pa.LargeListArray if is_large else pa.ListArray
+    values = _outline(array.flatten(), depth + 1)
+    return list_type.from_arrays(pa.array(offsets), values, mask=pc.is_null(array))
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def restore_media(value: T) -> T:

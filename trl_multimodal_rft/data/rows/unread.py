@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Video
 from datasets.features.features import FeatureType
 
@@ -15,7 +16,7 @@ from ...families import MODALITIES
 from ..reading.refs import Encoded, MediaError, iter_refs
 from .columns import read_messages
 from .counts import empty_row_indices
-from .features import Rows, feature_leaves, is_transformed, outlined_rows
+from .features import Rows, feature_leaves, is_transformed, outlined_rows, table_order
 from .load import check_separator
 from .names import MEDIA_COLUMNS, TEACHER, check_names, other_layout, prepare_remedy
 from .values import block_modality, holds_several_media, is_empty, may_be_sentence, media_in
@@ -344,8 +345,8 @@ def _inspect_dataset(
     n_read = 0
     if isinstance(dataset, Dataset) and present:
         n_read = min(len(dataset), _N_PARSED)
-        sample = dataset.select([i * len(dataset) // n_read for i in range(n_read)])
-        for _, row in outlined_rows(sample, present):
+        order = table_order(dataset)[np.arange(n_read) * len(dataset) // max(n_read, 1)]
+        for _, row in outlined_rows(dataset, present, order):
             modalities |= _row_modalities(row, present, ())
     if isinstance(dataset, Dataset) and n_read == len(dataset):
         return features, rows, modalities

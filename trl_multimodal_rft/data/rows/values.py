@@ -8,7 +8,7 @@ import datetime
 import mimetypes
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -44,10 +44,10 @@ _LONGEST_NAME = 255  # characters of a file's name
 _LONGEST_PATH = 4096  # characters of a path or URL
 _QUOTES = " \t\r\n'\"`<>"  # characters around a name that aren't a part of it
 
-# A medium in base64, within a text or as a text of its own
-_DATA_URI = re.compile(r"data:(image|video|audio)/[\w.+-]+(?:;[\w=.-]+)*[;,]", re.IGNORECASE)
-_UNTYPED_URI = re.compile(r"data:(?:application/octet-stream)?(?:;[\w=.-]+)*;base64,", re.IGNORECASE)
-_BASE64 = re.compile(r"[A-Za-z0-9+/_\s-]{100,}={0,2}")
+# A medium in base64: a `data:` URI at the start of a text, or a text of its own in lines without blanks
+_DATA_URI = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w=.-]+)*;base64,\s*(?=[A-Za-z0-9+/_-]{24})", re.IGNORECASE)
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/_-]+={0,2}\r?\n?)+")
+_SHORTEST_BASE64 = 100  # characters of a file in base64
 # First bytes of files, by modality
 _FIRST_BYTES = {
     "image": rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp(?:avif|heic|mif1)",
@@ -59,7 +59,7 @@ _SMALLEST_PICTURE = 16  # pixels of a side, below which an array is taken for a 
 _LARGEST_TABLE = 1000  # numbers, above which the text of an array is shortened by numpy and torch
 
 # Types whose text says all of them, besides `str`
-_TEXT_TYPES = (Number, Decimal, datetime.date, datetime.time, datetime.timedelta, UUID, Enum)
+_TEXT_TYPES = (Number, Decimal, datetime.date, datetime.time, datetime.timedelta, UUID, Enum, range)
 _DECODERS = {"AudioDecoder": "audio", "VideoDecoder": "video"}
 
 
@@ -97,11 +97,11 @@ def read_value(value: Any) -> Reading:
     medium = _as_media(value)
     if medium is not None:
         return medium
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)) or is_record(value):
-        return Reading("parts", value)
     if isinstance(value, _TEXT_TYPES):
         return Reading("text", str(value))
     if not _is_array(value):
+        if isinstance(value, Collection) or is_record(value):
+            return Reading("parts", value)
         return Reading("objection", value, objection=f"of type {type(value).__name__}")
     dtype = str(value.dtype).removeprefix("torch.")
     n_items = int(value.numel() if hasattr(value, "numel") else value.size)
@@ -127,6 +127,8 @@ def media_in(value: Any, path: str = "") -> Iterator[tuple[str, Reading]]:
 def unread_part(value: Any, path: str = "") -> str | None:
     """Returns what isn't text in a value that is read as one text, and where it is; `None` if all of it is text."""
     reading = read_value(value)
+    if isinstance(value, os.PathLike):
+        return f"a path ({path})"
     if reading.kind == "medium" or (isinstance(value, str) and data_modality(value) is not None):
         return f"a medium ({path})"
     if reading.kind == "objection":
@@ -198,17 +200,18 @@ def _media_of_fields(value: Mapping) -> Reading | None:
         return Reading("medium", value, "audio")
     if modality is not None and any(key in fields for key in source_keys(modality)):
         return Reading("medium", value, modality)
-    if fields and "bytes" in value:  # as in Datasets, with or without a path
+    contents = fields.get("bytes")
+    is_file = isinstance(contents, (bytes, bytearray, memoryview)) or (contents is None and "path" in fields)
+    if "bytes" in value and is_file:  # as in Datasets
         modality = file_modality(str(fields.get("path", "")))
-        contents = fields.get("bytes")
-        if modality is None and isinstance(contents, (bytes, bytearray, memoryview)):
+        if modality is None and contents is not None:
             modality = _modality_of_bytes(bytes(contents[:16]))
         return Reading("medium", value, modality)
     media_type = next((fields[key] for key in MEDIA_TYPE_KEYS if key in fields), None)
-    if fields.keys() & {"data", "base64", "blob"} and (media_type is not None or "format" in fields):
-        modality = file_modality(f"data:{media_type}")
-        data = next(fields[key] for key in ("data", "base64", "blob") if key in fields)
-        return Reading("medium", {"type": modality, "data": data} if modality else value, modality)
+    modality = file_modality(f"data:{media_type}") or file_modality(f"x.{fields.get('format')}")
+    data = next((fields[key] for key in ("data", "base64", "blob") if key in fields), None)
+    if data is not None and modality is not None:
+        return Reading("medium", {"type": modality, "data": data}, modality)
     resource = fields.get("resource")
     if block_type == "resource" and isinstance(resource, Mapping):  # MCP's embedded file
         medium = _media_of_fields(resource)
@@ -257,26 +260,26 @@ def named_modality(text: str) -> str | None:
     Returns the modality of the medium that a text holds, see [`data_modality`], or names: a file's name, which may be
     quoted, or a URL of a file. Returns `None` for other texts.
     """
-    held = data_modality(text)
-    return held or file_modality(text if len(text) > _LONGEST_PATH else text.strip(_QUOTES))
+    return data_modality(text) or file_modality(text if len(text) > _LONGEST_PATH else text.strip(_QUOTES))
 
 
 def data_modality(text: str) -> str | None:
-    """Returns the modality of the medium that a text holds, in a `data:` URI at any position, or as base64 alone."""
-    uri = _DATA_URI.search(text)
+    """Returns the modality of the medium that a text holds in base64: all of it, or a `data:` URI at its start."""
+    start = text[:400].strip(_QUOTES)
+    uri = _DATA_URI.match(start)
     if uri is not None:
-        return uri[1].lower()
-    untyped = _UNTYPED_URI.search(text)
-    data = text if untyped is None else text[untyped.end() :]
-    if untyped is not None or _BASE64.fullmatch(data[:200].strip()):
-        return _modality_of_base64(data.lstrip())
-    return None
+        return file_modality(uri[0]) or _modality_of_base64(start[uri.end() :])
+    is_base64 = len(text) >= _SHORTEST_BASE64 and _BASE64.fullmatch(text.strip()) is not None
+    return _modality_of_base64(start) if is_base64 else None
 
 
 def is_file_name(text: str) -> bool:
-    """Returns whether a text is nothing but a medium: the data of one, or its name, unless it may be a sentence."""
+    """
+    Returns whether a text is nothing but a medium: its data, a URL or a name without blanks, or an existing file's
+    name.
+    """
     name = text.strip(_QUOTES)
-    is_name = named_modality(text) is not None and (not may_be_sentence(name) or os.path.isfile(name))
+    is_name = file_modality(name) is not None and (len(name.split()) == 1 or os.path.isfile(name))
     return is_name or data_modality(text) is not None
 
 

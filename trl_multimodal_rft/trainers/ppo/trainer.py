@@ -396,7 +396,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         encoder = self._supervised_encoder()
         return {
             **super()._row_readers(),
-            "ptx_dataset": (self._ptx_dataset, lambda row: encoder.read_split(row, f"row {row.row_index}")[0]),
+            "ptx_dataset": (self._ptx_dataset, lambda row: encoder.read(row, "split")),
         }
 
     def _fingerprints(self):

@@ -119,7 +119,7 @@ class PairCollator(RowCollator[ConfigT]):
 
     def read(self, row: Row) -> list:
         self._column_tensors([row])
-        return [messages for _, messages, _ in self._encoder_of(row).read_pair(row).values()]
+        return self._encoder_of(row).read(row, "pair")
 
     def _check_room(self, prompt: EncodedPrompt, row: Row) -> None:
         max_length = self.args.max_length

@@ -142,7 +142,7 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
 
     def read(self, row: Row) -> list:
         label_of(row.get("label"), row.row_index)
-        return self._encoder_of(row).read_completion(row)[1]
+        return self._encoder_of(row).read(row, "completion")
 
     def encode(self, row: Row) -> LabelledCompletion:
         """

@@ -101,7 +101,7 @@ class SupervisedCollator(RowCollator[MultimodalSFTConfig]):
 
     def read(self, row: Row) -> list:
         if not self._is_text(row):
-            return self._encoder_of(row).read_sequence(row, self.args.completion_only_loss)[0]
+            return self._encoder_of(row).read(row, "sequence", self.args.completion_only_loss)
         media = sorted(name for name in self._media_columns if not is_empty(row.get(name)))
         if media and not row.get(PART_LENGTHS):
             raise MediaError(f"row {row.row_index}: {_TEXT_WITH_MEDIA.format(media=media)}")
