@@ -203,3 +203,52 @@ def test_a_name_is_a_name_where_its_file_is(name, form, picture, tmp_path):
     rows = rows_of(MultimodalSFTTrainer, [source] * 8)
     trainer = train(MultimodalSFTTrainer, rows, tmp_path / "out", media_dir=str(tmp_path))
     assert trainer.state.global_step == 1
+
+
+def test_rows_that_are_right(picture, tmp_path, caplog):
+    """Captions beside pictures, texts about files, pages with icons and tags of HTML train as they are."""
+    icon = "data:image/png;base64," + "iVBORw0KGgo" * 20
+    texts = ["photo.png", "Yes/No: is cat.png a file", f"Fix this: a {{ background: url({icon}) }}", "page_1.png\n"]
+    texts += ["Turn this into HTML with a <video> element", "// Implement a function that sums numbers " * 4]
+    rows = [{"prompt": [{"role": "user", "content": text}], "completion": ANSWER, "image": picture} for text in texts]
+    train(MultimodalSFTTrainer, Dataset.from_list(rows * 2), tmp_path / "captions")
+    alone = [{"prompt": text, "completion": "x.png", "solution": f"<img src='{icon}'>"} for text in texts[1:3] * 4]
+    train(MultimodalSFTTrainer, Dataset.from_list(alone), tmp_path / "texts")
+    assert "2 of 12 rows have a tag in the text and no such medium, the first is row 4 with '<video>'" in caplog.text
+
+
+def test_pictures_of_numbers_are_counted(tmp_path):
+    pixels = [np.full((56, 56 + 28 * i, 3), 90, np.uint8).tolist() for i in range(2)]
+    rows = [{**COLUMNS[MultimodalSFTTrainer], "images": pixels, "n": i} for i in range(8)]
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": "<image> or <image>?"}]
+    train(MultimodalSFTTrainer, Dataset.from_list(rows), tmp_path)
+
+
+def test_skipped_rows_add_up_over_the_whole_pass(picture, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_pass, "_FIRST_SECONDS", 0)
+    monkeypatch.setattr(row_pass, "_ROWS_PER_PART", 100)
+    files = [*["gone.png"] * 4, *[picture] * 392, *["gone.png"] * 4]
+    rows = rows_of(MultimodalSFTTrainer, files)
+    trainer = make_trainer(
+        MultimodalSFTTrainer,
+        "qwen2_5_vl",
+        rows,
+        tmp_path,
+        reward=None,
+        max_steps=300,
+        on_media_error="skip(max_rows=6)",
+    )
+    with pytest.raises(MediaError, match=r"8 of 400 rows have errors, more than `max_rows` \(6\)"):
+        trainer.train()
+
+
+def test_shuffled_tables_are_read_in_their_order(picture, tmp_path):
+    contents = open(picture, "rb").read()
+    features = Features({"prompt": Value("string"), "completion": Value("string"), "image": Image()})
+    rows = [{"prompt": "What?", "completion": "A", "image": {"bytes": contents, "path": None}} for _ in range(700)]
+    rows[650]["image"] = {"bytes": None, "path": "gone.png"}
+    shuffled = Dataset.from_list(rows, features).shuffle(seed=3)
+    index = [*shuffled._indices.column(0).to_pylist()].index(650)
+    with pytest.raises(MediaError, match=rf"^`train_dataset`: row {index}, column 'image': no such file"):
+        train(MultimodalSFTTrainer, shuffled, tmp_path)

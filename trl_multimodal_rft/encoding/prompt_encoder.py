@@ -95,7 +95,7 @@ class PromptEncoder:
             return None
         return self.encode(prompt, row.row_index)
 
-    def read_row(self, row: Row, prefix: str = "") -> Any:
+    def read_row(self, row: Row, prefix: str = "") -> str | list | RenderedPrompt | None:
         """Returns the prompt of a row as text or messages, without decoding its media. See [`messages`]."""
         check_has_prompt(row)
         (prompt,) = self.messages([row], prefix)

@@ -25,6 +25,7 @@ from ..data.rows.columns import as_text, strip_media
 from ..data.rows.features import restore_rows
 from ..data.rows.labels import class_names
 from ..data.rows.names import MEDIA_COLUMNS, check_has_prompt
+from ..data.rows.rendered import RenderedPrompt
 from ..data.rows.unread import check_columns, lists_columns
 from ..encoding.join import same_prompt
 from ..encoding.processors import tokenizer_of
@@ -187,7 +188,7 @@ class Evaluation:
         settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
         return EvaluationResult(metrics, records, settings, skipped)
 
-    def _read_prompt(self, row: Row) -> Any:
+    def _read_prompt(self, row: Row) -> str | list | RenderedPrompt | None:
         if self.toolbox.factories:
             self.toolbox.check_row(row)
             return []

@@ -13,16 +13,17 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.sources import check_reachable
 from ..data.rows.batches import Row
 from ..data.rows.features import outlined_rows, table_order
 from ..data.rows.prefetch import PrefetchPool
+from ..data.rows.rendered import RenderedPrompt
 from ..data.rows.unread import lists_columns
 from ..families import MODALITIES
-from ..reporting.events import EventPart
 from .stream import UnreadableRows, unreadable_rows
 
 
@@ -32,9 +33,11 @@ _FIRST_SECONDS = 5.0  # seconds of reading before the first step; the other rows
 _ROWS_PER_PART = 500
 _N_SHOWN = 5  # errors whose texts are shown
 
+# What transformers passes to callbacks
+_EventPart = PreTrainedModel | DataLoader | None
 # Datasets of an argument, and a function that returns the messages of a row as its encoder reads them, without media
 Datasets = Dataset | IterableDataset | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-ReadRow = Callable[[Row], Any]
+ReadRow = Callable[[Row], str | list | RenderedPrompt | None]
 
 
 @dataclass
@@ -77,13 +80,25 @@ class RowPass(TrainerCallback):
         self._next = 0  # index of the next part that this rank reads
         self._goes_on = False  # whether a rank still reads rows
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.begin(unreadable_rows(args.on_media_error))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **parts: _EventPart,
+    ):
         self.go_on()
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **parts: _EventPart,
+    ):
         self.close()
 
     def begin(self, settings: UnreadableRows) -> None:
@@ -149,7 +164,8 @@ class RowPass(TrainerCallback):
         for row in part.rows():
             key = part.name, row.row_index
             try:
-                messages = part.read(row)
+                prompt = part.read(row)
+                messages = prompt.messages if isinstance(prompt, RenderedPrompt) else prompt
                 refs = [ref for ref in iter_refs(messages) if ref.source is not None]
                 for ref in refs:
                     check_reachable(ref)
@@ -220,7 +236,7 @@ def named_splits(datasets: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"`{argument}`" if split is None else f"`{argument}[{split!r}]`", dataset
 
 
-def _has_tag(messages: Any, tag: str) -> bool:
+def _has_tag(messages: str | list | dict | None, tag: str) -> bool:
     """Returns whether a text of messages, or of prompts, has a tag. Answers and results of tools aren't asked."""
     if isinstance(messages, str):
         return tag in messages

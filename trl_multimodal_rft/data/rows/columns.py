@@ -241,7 +241,7 @@ class _RowReader:
                 for block in _as_blocks(message).get("content") or []:
                     self.check_text(block.get("text"), column if isinstance(prompt, str) else f"{column}[{m}].content")
 
-    def check_text(self, text: Any, path: str) -> None:
+    def check_text(self, text: str | None, path: str) -> None:
         if isinstance(text, str) and is_file_name(text):
             modality = named_modality(text)
             raise self.error(

@@ -151,7 +151,8 @@ def outlined_rows(
 
 
 def _positions(dataset: Dataset) -> np.ndarray:
-    return cast(Any, dataset._indices).column(0).to_numpy()
+    assert dataset._indices is not None
+    return dataset._indices.column(0).to_numpy()
 
 
 def _cells(column: pa.ChunkedArray, rows: np.ndarray) -> list[Any]:
@@ -162,7 +163,7 @@ def _cells(column: pa.ChunkedArray, rows: np.ndarray) -> list[Any]:
     return outlined.take(pa.array(rows)).to_pylist()
 
 
-def _outline(array: Any, depth: int = 0) -> pa.Array:
+def _outline(array: pa.Array, depth: int = 0) -> pa.Array:
     """Returns an array without the contents of files and of lists of numbers, with the same missing values."""
     kind = array.type
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):

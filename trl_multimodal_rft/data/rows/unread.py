@@ -412,7 +412,7 @@ def _holds_text(feature: FeatureType) -> bool:
     return any("string" in leaf.dtype if isinstance(leaf, Value) else type(leaf).__name__ == "Json" for leaf in leaves)
 
 
-def _message_modalities(messages: Any, column: str) -> set[str]:
+def _message_modalities(messages: str | list | None, column: str) -> set[str]:
     """Returns the modalities of the media in messages, none for those that the encoder refuses when it reads them."""
     if not isinstance(messages, list) or not messages:
         return set()

@@ -261,7 +261,7 @@ class MultimodalTrainer(BaseTrainer):
 
     # Rows and prompts
 
-    def _read_row(self, row: Row) -> Any:
+    def _read_row(self, row: Row) -> list:
         return self._run.read_row(row)
 
     def _train_loader(self) -> DataLoader:

@@ -197,7 +197,7 @@ class CompletionTrainer(BaseTrainer):
             "eval_dataset": (eval_rows, self._read_row),
         }
 
-    def _read_row(self, row: Row) -> Any:
+    def _read_row(self, row: Row) -> list:
         is_tokenized = row.get("input_ids") or row.get("chosen_ids") or row.get(PART_LENGTHS)
         return [] if is_tokenized else self.data_collator.read(row)
 

@@ -158,7 +158,7 @@ class Run:
             modalities = input_modalities(self.prompts.model)
             warn_of_unread_media(self.args, {name: [dict(row) for row in rows]}, modalities, dataset_part="first")
 
-    def read_row(self, row: Row) -> Any:
+    def read_row(self, row: Row) -> list:
         """Returns the prompts of a row, also its teacher's, without decoding media. Asks environments for the row."""
         if self.toolbox.factories:
             self.toolbox.check_row(row)

@@ -237,7 +237,7 @@ class BaseTrainer(Trainer):
         datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
         return {name: (dataset, self._read_row) for name, dataset in datasets.items()}
 
-    def _read_row(self, row: Row) -> Any:
+    def _read_row(self, row: Row) -> list:
         raise NotImplementedError
 
     def get_train_dataloader(self):
