@@ -222,6 +222,15 @@ def check_settings(
         check_setting(f"`{key}` of {name!r}", value, parameters[key].annotation, parameters[key].default)
 
 
+def check_properties(cls: type, name: str, properties: dict[str, Any]) -> None:
+    """
+    Raises a `ValueError` about properties with which users register a function under a name: those that the dataclass
+    `cls` doesn't have, and values that its annotations exclude.
+    """
+    names = [key for key in inspect.signature(cls).parameters if key not in ("name", "function", "settings")]
+    check_settings(cls, name, properties, names)
+
+
 def check_setting(name: str, value: Any, annotation: Any, default: Any) -> None:
     """
     Raises a `ValueError` about the value of a setting that its annotation excludes, see [`check_value`]. Unlike an
@@ -340,6 +349,7 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
         words = f"{'at least' if closed_low else 'above'} {low:g}"
         words += "" if high == math.inf else f" and {'at most' if closed_high else 'below'} {high:g}"
     words += "" if value is None or math.isfinite(value) else " and finite"
+    words = "finite" if low == -math.inf and high == math.inf else words
     raise ValueError(f"{name} must be {words}, got {value}; {remedy}.")
 
 

@@ -61,9 +61,14 @@ def run(
         command += ["-k", select] if select else []
         with log.open("w") as lines:
             options = {"cwd": copy, "env": {**environment, "TRL_SUITE_RESULTS": str(output)}}
-            subprocess.run(command, stdout=lines, stderr=subprocess.STDOUT, **options)
-        if not output.exists():
+            status = subprocess.run(command, stdout=lines, stderr=subprocess.STDOUT, **options).returncode
+        # 0 and 1: all tests ran; 5: no test has a name of `select`. With others, tests are missing from the results
+        if status not in (0, 1) and not (status == 5 and select):
+            raise RuntimeError(f"{file}: pytest ended with status {status}, before all tests had run; see {log}.")
+        if status != 5 and not output.exists():
             raise RuntimeError(f"{file} has no results; see {log}.")
+        if not output.exists():
+            continue
         results |= json.loads(output.read_text())
     return results
 

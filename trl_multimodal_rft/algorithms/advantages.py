@@ -139,6 +139,22 @@ def estimate_advantages(
     return chosen.function(**{key: value for key, value in arguments.items() if key in parameters}, **chosen.settings)
 
 
+def is_constant(estimator: Estimator, n_completions: int) -> bool:
+    """Returns whether an estimator of groups gives 0 to all completions of a prompt, whatever their rewards."""
+    reads_logps = estimator.reads_logps or "old_logps" in inspect.signature(estimator.function).parameters
+    if estimator.needs != "group" or estimator.step_input is not None or reads_logps:
+        return False
+    rewards = torch.linspace(0.0, 1.0, n_completions, dtype=torch.float64).square()
+    advantages = estimate_advantages(
+        estimator,
+        rewards=rewards,
+        rewards_per_func=rewards[:, None],
+        group_ids=torch.zeros(n_completions, dtype=torch.long),
+        mask=torch.ones(n_completions, 1, dtype=torch.long),
+    )
+    return bool((advantages.abs() < 1e-6).all())
+
+
 def check_estimator(function: Callable) -> None:
     """Raises a `ValueError` if a user's function doesn't accept the arguments that [`estimate_advantages`] passes."""
     names = ("rewards", "rewards_per_func", "group_ids", "mask", "old_logps", "ref_logps")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..spelling import check_settings, check_unused, join_settings, split_settings
+from ..spelling import check_properties, check_settings, check_unused, join_settings, split_settings
 from .papers import Paper, cite, paper_of
 from .returns import TOLERANCE
 
@@ -67,6 +67,7 @@ def estimator(name: str, **properties) -> Callable:
         check_unused(
             [name, *([properties["alias"]] if "alias" in properties else [])], {*ESTIMATORS, *ALIASES}, "estimator"
         )
+        check_properties(Estimator, name, properties)
         ESTIMATORS[name] = Estimator(name, paper_of(function), function, **properties)
         if "alias" in properties:
             ALIASES[properties["alias"]] = name

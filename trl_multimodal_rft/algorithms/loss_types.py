@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..spelling import check_settings, check_unused, join_settings, split_settings
+from ..spelling import check_properties, check_settings, check_unused, join_settings, split_settings
 from .metrics import Metric, completion_means, largest, smallest, token_mean
 from .papers import Paper, cite, paper_of
 
@@ -156,6 +156,7 @@ def policy_loss(name: str, **properties) -> Callable:
 
     def register(function: Callable) -> Callable:
         check_unused([name], LOSSES, "policy_loss")
+        check_properties(LossType, name, properties)
         LOSSES[name] = LossType(name, properties.pop("paper", paper_of(function)), function, **properties)
         return function
 

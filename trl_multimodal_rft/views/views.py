@@ -19,7 +19,15 @@ import torch
 from ..algorithms.papers import Paper, paper_of
 from ..data.reading.refs import MediaRef
 from ..families import MODALITIES
-from ..spelling import check_settings, check_unused, join_settings, load_dotted, split_settings
+from ..spelling import (
+    check_choice,
+    check_setting,
+    check_settings,
+    check_unused,
+    join_settings,
+    load_dotted,
+    split_settings,
+)
 
 
 _GREY = 128  # pixel value
@@ -68,6 +76,11 @@ def view(
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         check_unused([name], VIEWS, "view")
+        for modality in modalities:
+            check_choice(f"`modalities` of {name!r}", modality, MODALITIES)
+        check_setting(f"`needs_other` of {name!r}", needs_other, bool, False)
+        if strength is not None:
+            check_choice(f"`strength` of {name!r}", strength, inspect.signature(function).parameters)
         VIEWS[name] = ViewType(name, paper_of(function), function, modalities, strength, needs_other)
         return function
 

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from ...algorithms.advantages import is_constant
 from ..shared.arguments import Conflicts
 
 
@@ -30,6 +31,11 @@ def conflicts_of_rewards(args: Any) -> Conflicts:
             n_compared is not None and n_compared > args.num_generations,
             f"{option} compares sets of {n_compared} completions of a prompt, so `num_generations` "
             f"({args.num_generations}) must be at least {n_compared}. Raise it, or set a smaller `k`.",
+        ),
+        (
+            not callable(args.advantage_estimator) and is_constant(estimator, args.num_generations),
+            f"{option} gives each of {args.num_generations} completions of a prompt the advantage 0, whatever their "
+            "rewards, so that nothing would be learned. Raise `num_generations`, or set a smaller `k`.",
         ),
         (
             args.scale_rewards != "group" and estimator.name != "group_norm",

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from accelerate import ParallelismConfig
@@ -37,18 +37,33 @@ _NAMES_BY_INTERVAL = {
         "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
-    "[0, inf)": "beta learning_rate num_train_epochs",
+    "(-inf, inf)": (
+        "entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target f_alpha_divergence_coef"
+    ),
+    "[0, inf)": (
+        "beta center_rewards_coefficient desirable_weight learning_rate num_train_epochs undesirable_weight "
+        "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"
+    ),
     "(0, inf]": "delta sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_clip_max",
-    "(0, inf)": "repetition_penalty temperature",
+    "(0, inf)": "discopop_tau repetition_penalty temperature",
     "[1, inf]": (
         "generation_batch_size gradient_accumulation_steps max_completion_length num_generations_eval num_iterations "
         "per_device_eval_batch_size per_device_train_batch_size ref_model_sync_steps steps_per_generation "
         "vllm_max_model_length vllm_tensor_parallel_size"
     ),
     "[-1, inf]": "top_k",
-    "[0, 1]": "min_p ref_model_mixup_alpha",
+    "[0, 1]": "label_smoothing ld_alpha min_p ref_model_mixup_alpha",
     "[0, 1)": "adam_beta1 adam_beta2",
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
+}
+# Choices of TRL's and transformers' arguments whose annotations lack them
+_CHOICES = {
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+    "packing_strategy": Literal["bfd", "bfd_split", "wrapped"],
+    "scale_rewards": Literal["group", "batch", "none", True, False],
+    "train_sampling_strategy": Literal["random", "sequential", "group_by_length"],
+    "truncation_mode": Literal["keep_start", "keep_end"],
+    "vllm_mode": Literal["server", "colocate"],
 }
 _INTERVALS: dict[str, str] = {}
 for _interval, _names in _NAMES_BY_INTERVAL.items():
@@ -223,8 +238,9 @@ def check_values(config, values: dict[str, Any] | None = None, label: str = "{}"
 
 @functools.cache
 def _annotations(config_class: type) -> dict[str, Any]:
-    """Adds the intervals of TRL's and transformers' arguments."""
+    """Adds the intervals and choices of TRL's and transformers' arguments."""
     hints = typing.get_type_hints(config_class, include_extras=True)
+    hints |= {name: choices for name, choices in _CHOICES.items() if name in hints}
     names_without_interval = {
         name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated
     }
