@@ -1,10 +1,14 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """All rows are read before the first step, or beside the first steps, without their media."""
 
+import re
+import subprocess
+
 import numpy as np
 import PIL.Image
 import pytest
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
+from helpers.processes import PATIENCE, python_command, python_environment
 from helpers.trainer_utils import make_trainer
 
 from trl_multimodal_rft import (
@@ -252,3 +256,35 @@ def test_shuffled_tables_are_read_in_their_order(picture, tmp_path):
     index = [*shuffled._indices.column(0).to_pylist()].index(650)
     with pytest.raises(MediaError, match=rf"^`train_dataset`: row {index}, column 'image': no such file"):
         train(MultimodalSFTTrainer, shuffled, tmp_path)
+
+
+SCRIPT = """
+import sys
+from datasets import load_from_disk
+from helpers.processes import PATIENCE, python_command, python_environment
+from helpers.trainer_utils import make_trainer
+from trl_multimodal_rft import MultimodalSFTTrainer
+from trl_multimodal_rft.rollout import row_pass
+
+row_pass._FIRST_SECONDS = 0
+row_pass._ROWS_PER_PART = 100
+options = {"reward": None, "max_steps": 200, "per_device_train_batch_size": 2, "self_check": False}
+trainer = make_trainer(MultimodalSFTTrainer, "qwen2_5_vl", load_from_disk(sys.argv[1]), sys.argv[2], **options)
+try:
+    trainer.train()
+except ValueError as error:
+    print(f"\\nat step {trainer.state.global_step} {error}", flush=True)
+"""
+
+
+@pytest.mark.gate
+def test_all_processes_end_at_the_same_step_with_the_errors_of_all(picture, tmp_path):
+    files = [picture] * 1000
+    files[130] = files[250] = "gone.png"  # in the shares of different processes
+    rows_of(MultimodalSFTTrainer, files).save_to_disk(tmp_path / "rows")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = python_command([tmp_path / "script.py", tmp_path / "rows", tmp_path / "out"], processes=2)
+    result = subprocess.run(command, capture_output=True, text=True, env=python_environment(), timeout=PATIENCE)
+    line = r"^at step (\d+) `train_dataset`: 2 of 1,000 rows have errors: row 130, .* \| row 250, "
+    steps = re.findall(line, result.stdout, re.MULTILINE)
+    assert len(steps) == 2 and steps[0] == steps[1], result.stdout + result.stderr
