@@ -288,3 +288,15 @@ def test_all_processes_end_at_the_same_step_with_the_errors_of_all(picture, tmp_
     line = r"^at step (\d+) `train_dataset`: 2 of 1,000 rows have errors: row 130, .* \| row 250, "
     steps = re.findall(line, result.stdout, re.MULTILINE)
     assert len(steps) == 2 and steps[0] == steps[1], result.stdout + result.stderr
+
+
+def test_a_run_after_one_that_ended_within_the_pass(picture, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_pass, "_FIRST_SECONDS", 0)
+    files = [picture] * 5000
+    rows = rows_of(MultimodalSFTTrainer, files)
+    trainer = make_trainer(MultimodalSFTTrainer, "qwen2_5_vl", rows, tmp_path, reward=None, max_steps=1)
+    trainer.train()
+    monkeypatch.setattr(row_pass, "_FIRST_SECONDS", 60)
+    trainer.train_dataset = rows_of(MultimodalSFTTrainer, ["gone.png", *[picture] * 7])
+    with pytest.raises(MediaError, match="^`train_dataset`: row 0, column 'image': no such file"):
+        trainer.train()

@@ -83,22 +83,10 @@ class RowPass(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.begin(unreadable_rows(args.on_media_error))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **parts: _EventPart,
-    ):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.go_on()
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **parts: _EventPart,
-    ):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.close()
 
     def begin(self, settings: UnreadableRows) -> None:
@@ -107,9 +95,11 @@ class RowPass(TrainerCallback):
         are skipped.
         """
         self._settings = settings
+        self._n_rows = {}
         self._parts = [*self._parts_of_rank()]
         self._findings = _Findings()
         self._next = 0
+        self._goes_on = False  # an earlier run may have ended while it read rows
         end = time.monotonic() + (_FIRST_SECONDS if sys.platform == "linux" else math.inf)  # the pool forks
         while self._next < len(self._parts) and time.monotonic() < end:
             self._findings.add(self._read_part(self._next))
