@@ -40,6 +40,8 @@ def holds_files(dataset: Dataset) -> bool:
 
 def is_transformed(dataset: Dataset) -> bool:
     """Returns whether rows of a dataset pass through its own code: a transform, or an overridden `__getitem__`."""
+    if not isinstance(dataset, Dataset):
+        return True
     own_methods = (getattr(type(dataset), name) for name in ("__getitem__", "__getitems__"))
     return dataset.format["type"] == "custom" or {*own_methods} != {Dataset.__getitem__, Dataset.__getitems__}
 
