@@ -48,7 +48,8 @@ reporting/hub.py reporting/model_card.py
 """.split()
 # Methods of a dataset, its loop and its evaluation, in whose place are `fit`'s batches and its `evaluate`
 OWN_LOOP = """
-BaseTrainer._row_readers BaseTrainer.get_eval_dataloader BaseTrainer.get_train_dataloader CallbackHandler.on_prediction_step
+BaseTrainer._row_readers
+BaseTrainer.get_eval_dataloader BaseTrainer.get_train_dataloader CallbackHandler.on_prediction_step
 CompactLogCallback.on_prediction_step Trainer._evaluate Trainer._get_learning_rate
 Trainer._get_num_items_in_batch Trainer._maybe_log_save_evaluate Trainer._report_to_hp_search Trainer._run_epoch
 Trainer._track_num_input_tokens Trainer.evaluate Trainer.evaluation_loop Trainer.floating_point_ops
