@@ -73,6 +73,7 @@ VALUES = {
     "words about a file": ("What is in cat.png", "text", "image"),
     "words with a colon": ("data: 3, 4", "text", None),
     "a long word": ("ACGT" * 60, "text", None),
+    "a long word and others": ("ACGT" * 60 + ", a gene", "text", None),  # an ambiguous pattern would never end
     "a name": ("cat.png", "text", "image"),
     "a quoted name": ("'sounds/bark.WAV'\n", "text", "audio"),
     "a name in angles": ("<clip.mp4>", "text", "video"),

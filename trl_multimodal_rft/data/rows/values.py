@@ -46,7 +46,7 @@ _QUOTES = " \t\r\n'\"`<>"  # characters around a name that aren't a part of it
 
 # A medium in base64: a `data:` URI at the start of a text, or a text of its own in lines without blanks
 _DATA_URI = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w=.-]+)*;base64,\s*(?=[A-Za-z0-9+/_-]{24})", re.IGNORECASE)
-_BASE64 = re.compile(r"(?:[A-Za-z0-9+/_-]+={0,2}\r?\n?)+")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\r\n-]+={0,2}")
 _SHORTEST_BASE64 = 100  # characters of a file in base64
 # First bytes of files, by modality
 _FIRST_BYTES = {
