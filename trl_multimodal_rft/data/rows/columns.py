@@ -447,7 +447,7 @@ def check_not_serialized(text: str | Sequence | None, column: str, row_index: in
 
 def lacking_tag(message: Mapping[str, Any], modality: str) -> bool:
     """Returns whether a line of a message begins with a tag of a modality, such as `<image>`, without a medium."""
-    pattern = re.compile(rf"^\s*<{modality}>", re.MULTILINE)
+    pattern = re.compile(rf"^[ \t]*<{modality}>", re.MULTILINE)
     blocks = _as_blocks({**message}).get("content") or []
     return message.get("role") not in ("assistant", "tool") and any(
         pattern.search(str(block.get("text", ""))) for block in blocks if block.get("type") == "text"
