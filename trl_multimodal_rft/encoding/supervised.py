@@ -5,11 +5,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import SequenceMatcher
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from trl.data_utils import extract_prompt
+from transformers.utils import logging
+from trl.data_utils import common_prefix_length, extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
@@ -21,11 +23,14 @@ from ..families import family_of, family_of_processor
 from ..views.views import View
 from .conversations import check_joins, encode_continuation
 from .join import padded
-from .messages import check_written, template_marks, write_chat
+from .messages import TemplateMarks, check_written, template_marks, write_chat
 from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
 from .tokenized import TextEncoder, with_end
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -73,8 +78,11 @@ class SupervisedEncoder(TextEncoder):
             raise ValueError(
                 f"{name} can't encode supervised rows: {obstacle}; train the model with GRPO, RLOO or PPO."
             )
-        self._marks = template_marks(self.processing_class, self.template_kwargs)
         super().__post_init__()
+
+    @cached_property
+    def _marks(self) -> TemplateMarks:
+        return template_marks(self.processing_class, self.template_kwargs)
 
     def read(
         self, row: Row, kind: Literal["sequence", "split", "pair", "completion"], completion_only: bool | None = None
@@ -134,7 +142,7 @@ class SupervisedEncoder(TextEncoder):
                 ids = []
             else:
                 prompt = self._encode(_text_or_messages(row, messages[:n]), row)
-                ids = self._completion_ids(row, messages, n, label, self._end)
+                prompt, (ids,) = self._divide(prompt, self._tokenize(row, messages, n, label, self._end))
         sequence = with_text(prompt, ids, self.model)
         # `with_text` marks only the text after the prompt as learned
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
@@ -199,7 +207,7 @@ class SupervisedEncoder(TextEncoder):
             label = f"row {row.row_index} of `ptx_dataset`"
             messages, n = self._read_split(row, label)
             prompt = self._encode(_text_or_messages(row, messages[:n]), row)
-            ids = self._completion_ids(row, messages, n, label)
+            prompt, (ids,) = self._divide(prompt, self._tokenize(row, messages, n, label))
             prompts.append(prompt)
             end_indices = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
@@ -246,13 +254,15 @@ class SupervisedEncoder(TextEncoder):
         selected_row, messages, n = selections["chosen"]
         prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
         answers: dict[str, SupervisedSequence] = {}
-        completions: dict[str, list[int]] = {}
+        texts: dict[str, tuple[list[int], list[int]]] = {}
         for column, (selected_row, messages, n) in selections.items():
             if next(iter_refs(messages[n:]), None) is None:
-                completions[column] = self._completion_ids(selected_row, messages, n, label, self._end)
+                texts[column] = self._tokenize(selected_row, messages, n, label, self._end)
             else:
                 answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
-                completions[column] = answers[column].input_ids.tolist()
+        prompt, text_ids = self._divide(prompt, *texts.values())
+        completions = dict(zip(texts, text_ids, strict=True))
+        completions |= {column: answer.input_ids.tolist() for column, answer in answers.items()}
         chosen = completions["chosen"]
         rejected = completions["rejected"]
         return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
@@ -289,8 +299,11 @@ class SupervisedEncoder(TextEncoder):
             [`MediaError`]: If media can't be decoded or don't match their placeholders, or are in the completion.
         """
         selected_row, messages, n = self._read_completion(row)
-        ids = self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end)
-        return self._encode(_text_or_messages(selected_row, messages[:n]), selected_row), ids
+        prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
+        prompt, (ids,) = self._divide(
+            prompt, self._tokenize(selected_row, messages, n, f"row {row.row_index}", self._end)
+        )
+        return prompt, ids
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
         """
@@ -308,7 +321,8 @@ class SupervisedEncoder(TextEncoder):
         selected_row, messages, n = self._select_completion(row, column)
         if next(iter_refs(messages[n:]), None) is not None:
             return None
-        return len(self._completion_ids(selected_row, messages, n, f"row {row.row_index}", self._end))
+        prompt_ids, ids = self._tokenize(selected_row, messages, n, f"row {row.row_index}", self._end)
+        return len(ids) - common_prefix_length(prompt_ids, ids)
 
     def conversation(self, row: Row, answer: str | None = None) -> str | list:
         """
@@ -446,29 +460,50 @@ class SupervisedEncoder(TextEncoder):
                 learned[start : start + size] = True
         return SupervisedSequence(**vars(answer), learned=learned)
 
-    def _completion_ids(self, row: Row, messages: list, n: int, label: str, end: str = "") -> list[int]:
+    def _tokenize(self, row: Row, messages: list, n: int, label: str, end: str = "") -> tuple[list[int], list[int]]:
         """
-        Tokenizes the completion after the prompt, which is the first `n` messages. If prompt and completion are texts
-        without media, they are joined without a template, and `end` is added to a completion that lacks it.
+        Returns ids of the prompt, which is the first `n` messages, and of the prompt with its completion. If both are
+        texts without media, they are joined without a template, and `end` is added to a completion that lacks it.
         """
         prompt_text = _text_or_messages(row, messages[:n])
-        if isinstance(prompt_text, str):
+        is_text = isinstance(prompt_text, str)
+        if is_text:
             whole_text = prompt_text + with_end(row["completion"], end)
         else:
             prompt_text, whole_text = _render(messages, n, label, self.processing_class, self.template_kwargs)
         prompt_ids, ids = (
             self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt_text, whole_text)
         )
-        if ids[: len(prompt_ids)] == prompt_ids:
-            # Tokenized alone, a completion would get the mark of a text's start from some tokenizers
-            ids = ids[len(prompt_ids) :]
-        else:  # a token would cross the boundary, unlike in sampled completions
-            ids = self._tokenizer(whole_text.removeprefix(prompt_text), add_special_tokens=False)["input_ids"]
+        n_common = common_prefix_length(prompt_ids, ids)
+        if n_common < len(prompt_ids) and not (is_text and n_common):
+            # A template's text ends at a token, into which the completion mustn't reach
+            completion_text = whole_text.removeprefix(prompt_text)
+            ids = [*prompt_ids, *self._tokenizer(completion_text, add_special_tokens=False)["input_ids"]]
+            n_common = len(prompt_ids)
         placeholders = all_placeholder_ids(self.model, self.processing_class)
-        if not placeholders.isdisjoint(ids):
-            token = self._tokenizer.convert_ids_to_tokens(next(i for i in ids if i in placeholders))
+        token_id = next((i for i in ids[n_common:] if i in placeholders), None)
+        if token_id is not None:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
             raise ValueError(f"{label}: the completion contains {token!r}, a placeholder of media; remove it.")
-        return ids
+        return prompt_ids, ids
+
+    def _divide(
+        self, prompt: EncodedPrompt, *texts: tuple[list[int], list[int]]
+    ) -> tuple[EncodedPrompt, list[list[int]]]:
+        """
+        Returns the prompt and the ids after it in each of `texts`, which hold ids of the prompt and of the whole. As
+        in TRL, a completion begins where these differ, so tokens across the boundary belong to the completion.
+        """
+        n_common = min((common_prefix_length(*ids) for ids in texts), default=0)
+        lost = texts[0][0][n_common:] if texts else []
+        if lost:
+            logger.warning_once(
+                "A prompt of text ends inside of a token, such as a space before the completion's first word. As in "
+                "TRL, this token belongs to the completion, so the model learns after another context than it sees "
+                "when it answers; end prompts where a token ends. Other rows may be alike, as this is said once."
+            )
+            prompt = prompt.part(slice(len(prompt) - len(lost)))
+        return prompt, [ids[n_common:] for _, ids in texts]
 
 
 def _assistant_mask(encoder: SupervisedEncoder, messages: list, sequence: SupervisedSequence) -> torch.Tensor:

@@ -32,7 +32,11 @@ class TextEncoder:
 
     def __post_init__(self):
         self._tokenizer = tokenizer_of(self.processing_class)
-        self._end = self._tokenizer.eos_token or ""
+
+    @property
+    def _end(self) -> str:
+        """The text's end, which a trainer's `eos_token` may change after the encoder was made."""
+        return self._tokenizer.eos_token or ""
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """

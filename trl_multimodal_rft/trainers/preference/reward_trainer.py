@@ -3,7 +3,6 @@
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,8 +133,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         if args.chat_template_path is not None:
             loaded_processor.chat_template = tokenizer.chat_template
         self.processing_class = self.callback_handler.processing_class = loaded_processor
-        # A copy makes a new encoder, with the special tokens that TRL's constructor has set
-        self.data_collator = replace(self.data_collator)
         columns = [*COLUMNS, *COMPARISON_COLUMNS] if args.remove_unused_columns else None
         check = partial(check_pairs, rewards=True)
         packs = args.packing == "prefix"
