@@ -121,7 +121,6 @@ CALLED = {
     "trl.trainer.utils:nanmin": "tensor /",
     "trl.trainer.utils:nanmax": "tensor /",
     "trl.trainer.utils:nanstd": "tensor / dim keepdim",
-    "trl.trainer.utils:disable_dropout_in_model": "model /",
     "trl.trainer.utils:start_event_loop_in_daemon": "name",
     "trl.trainer.utils:shutdown_event_loop_in_daemon": "thread loop /",
     "trl.models:prepare_deepspeed": "model accelerator /",

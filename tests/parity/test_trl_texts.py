@@ -21,7 +21,8 @@ PAIRS = [
     {"prompt": "what is it ", "chosen": "how", "rejected": "1"},
 ]
 COMPLETIONS = [
-    {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0} for number, row in enumerate(PAIRS)
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0}
+    for number, row in enumerate(PAIRS)
 ]
 ROWS = {"DPO": PAIRS, "Reward": PAIRS, "KTO": [*COMPLETIONS, COMPLETIONS[0]], "SFT": COMPLETIONS}
 COLUMNS = {

@@ -4,9 +4,11 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
+from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data.reading.refs import MediaError, MediaRef
@@ -45,6 +47,14 @@ def has_template(processor: Processor, template_kwargs: dict[str, Any]) -> bool:
     template = getattr(processor, "chat_template", None) or template_kwargs.get("chat_template")
     # The family that takes audio in base64 is Mistral's, whose tokenizers render messages by rules, not a template
     return bool(template) or family_of_processor(processor).takes_base64_audio
+
+
+def template_names(processor: Processor, template_kwargs: dict[str, Any]) -> set[str]:
+    """Returns the names that a processor's chat template, or that of `template_kwargs`, reads."""
+    template = template_kwargs.get("chat_template") or getattr(processor, "chat_template", None) or ""
+    sources = template.values() if isinstance(template, dict) else [template]
+    tokens = chain.from_iterable(map(Environment().lex, sources))
+    return {name for _, token_type, name in tokens if token_type == "name"}
 
 
 def template_marks(processor: Processor, template_kwargs: dict[str, Any]) -> TemplateMarks:

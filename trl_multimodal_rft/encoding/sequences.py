@@ -5,11 +5,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl.data_utils import common_prefix_length
 
 from ..data.rows.pairs import COMPLETIONS
 from .conversations import encode_prefix
 from .join import common_start, continued_field
 from .prompts import EncodedPrompt
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -93,6 +98,24 @@ class PreferencePair(EncodedPrompt):
     def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
         """Returns a sequence for each completion: the prompt, followed by the completion, which is learned."""
         return [_with_completion(self, column, model) for column in COMPLETIONS]
+
+
+def divided(prompt: EncodedPrompt, *texts: tuple[list[int], list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
+    """
+    Returns the prompt and the ids after it in each of `texts`, which hold ids of the prompt and of the whole. As in
+    TRL, a completion begins where these differ, so tokens across the boundary belong to the completion.
+    """
+    n_common = min((common_prefix_length(*ids) for ids in texts), default=0)
+    lost_ids = texts[0][0][n_common:] if texts else []
+    shorter_prompt = prompt
+    if lost_ids:
+        logger.warning_once(
+            "A prompt of text ends inside of a token, such as a space before the completion's first word. As in "
+            "TRL, this token belongs to the completion, so the model learns after another context than it sees "
+            "when it answers; end prompts where a token ends. Other rows may be alike, as this is said once."
+        )
+        shorter_prompt = prompt.part(slice(len(prompt) - len(lost_ids)))
+    return shorter_prompt, [ids[n_common:] for _, ids in texts]
 
 
 def with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> SupervisedSequence:

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from transformers.utils import logging
 from trl.data_utils import common_prefix_length, extract_prompt
 
 from ..data.reading.refs import MediaError, iter_refs
@@ -26,11 +25,16 @@ from .join import padded
 from .messages import TemplateMarks, check_written, template_marks, write_chat
 from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
-from .sequences import PreferencePair, SupervisedSequence, check_learned, no_prompt, with_common_start, with_text
+from .sequences import (
+    PreferencePair,
+    SupervisedSequence,
+    check_learned,
+    divided,
+    no_prompt,
+    with_common_start,
+    with_text,
+)
 from .tokenized import TextEncoder, with_end
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -142,7 +146,7 @@ class SupervisedEncoder(TextEncoder):
                 ids = []
             else:
                 prompt = self._encode(_text_or_messages(row, messages[:n]), row)
-                prompt, (ids,) = self._divide(prompt, self._tokenize(row, messages, n, label, self._end))
+                prompt, (ids,) = divided(prompt, self._tokenize(row, messages, n, label, self._end))
         sequence = with_text(prompt, ids, self.model)
         # `with_text` marks only the text after the prompt as learned
         sequence.learned[: len(prompt)] = is_conversation or completion_only is False
@@ -207,7 +211,7 @@ class SupervisedEncoder(TextEncoder):
             label = f"row {row.row_index} of `ptx_dataset`"
             messages, n = self._read_split(row, label)
             prompt = self._encode(_text_or_messages(row, messages[:n]), row)
-            prompt, (ids,) = self._divide(prompt, self._tokenize(row, messages, n, label))
+            prompt, (ids,) = divided(prompt, self._tokenize(row, messages, n, label))
             prompts.append(prompt)
             end_indices = [i for i, token in enumerate(ids) if token in end_ids]
             completions.append(torch.tensor(ids[: end_indices[0] + 1] if end_indices else [*ids, end_ids[0]]))
@@ -260,11 +264,10 @@ class SupervisedEncoder(TextEncoder):
                 texts[column] = self._tokenize(selected_row, messages, n, label, self._end)
             else:
                 answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
-        prompt, text_ids = self._divide(prompt, *texts.values())
+        prompt, text_ids = divided(prompt, *texts.values())
         completions = dict(zip(texts, text_ids, strict=True))
         completions |= {column: answer.input_ids.tolist() for column, answer in answers.items()}
-        chosen = completions["chosen"]
-        rejected = completions["rejected"]
+        chosen, rejected = (completions[column] for column in COMPLETIONS)
         return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
 
     def _read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
@@ -300,10 +303,8 @@ class SupervisedEncoder(TextEncoder):
         """
         selected_row, messages, n = self._read_completion(row)
         prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
-        prompt, (ids,) = self._divide(
-            prompt, self._tokenize(selected_row, messages, n, f"row {row.row_index}", self._end)
-        )
-        return prompt, ids
+        prompt, ids = divided(prompt, self._tokenize(selected_row, messages, n, f"row {row.row_index}", self._end))
+        return prompt, ids[0]
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
         """
@@ -486,24 +487,6 @@ class SupervisedEncoder(TextEncoder):
             token = self._tokenizer.convert_ids_to_tokens(token_id)
             raise ValueError(f"{label}: the completion contains {token!r}, a placeholder of media; remove it.")
         return prompt_ids, ids
-
-    def _divide(
-        self, prompt: EncodedPrompt, *texts: tuple[list[int], list[int]]
-    ) -> tuple[EncodedPrompt, list[list[int]]]:
-        """
-        Returns the prompt and the ids after it in each of `texts`, which hold ids of the prompt and of the whole. As
-        in TRL, a completion begins where these differ, so tokens across the boundary belong to the completion.
-        """
-        n_common = min((common_prefix_length(*ids) for ids in texts), default=0)
-        lost = texts[0][0][n_common:] if texts else []
-        if lost:
-            logger.warning_once(
-                "A prompt of text ends inside of a token, such as a space before the completion's first word. As in "
-                "TRL, this token belongs to the completion, so the model learns after another context than it sees "
-                "when it answers; end prompts where a token ends. Other rows may be alike, as this is said once."
-            )
-            prompt = prompt.part(slice(len(prompt) - len(lost)))
-        return prompt, [ids[n_common:] for _, ids in texts]
 
 
 def _assistant_mask(encoder: SupervisedEncoder, messages: list, sequence: SupervisedSequence) -> torch.Tensor:

@@ -116,6 +116,16 @@ def fix_encoders(model: PreTrainedModel) -> None:
         if module in language_model or "lora_dropout" in name:
             continue
         fix_batch_norms([module])
+        _turn_off([module])
+
+
+def turn_off_dropout(model: nn.Module | None) -> None:
+    """Turns off all dropout of a model. TRL turns off that of `nn.Dropout`, which attention's dropout often isn't."""
+    _turn_off(() if model is None else model.modules())
+
+
+def _turn_off(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
         for attribute in _dropout_rates(module):
             setattr(module, attribute, 0.0)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -176,8 +176,22 @@ def _match_keys(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str
     return keys_by_parameter
 
 
-def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
-    """Raises a `ValueError` with the names of linear layers if an adapter's `target_modules` match no layer."""
+def adapters_of(model: nn.Module, peft_config: "PeftConfig | None") -> "list[PeftConfig]":
+    """Returns the config of a new adapter, or without one those of a model's adapters."""
+    return [*getattr(model, "peft_config", {}).values()] if peft_config is None else [peft_config]
+
+
+def check_adapter(model: nn.Module, peft_config: "PeftConfig | None", prompt_learning: bool = False) -> None:
+    """
+    Raises a `ValueError` with the names of linear layers if an adapter's `target_modules` match no layer, and for
+    prompt learning unless it is allowed by `prompt_learning`.
+    """
+    for config in adapters_of(model, peft_config):
+        if config.is_prompt_learning and not prompt_learning:
+            raise ValueError(
+                f"{type(config).__name__} is prompt learning, which puts virtual tokens before a prompt. This trainer "
+                "scores rows without them; use an adapter such as LoRA, or train with SFT and `packing=False`."
+            )
     targets = getattr(peft_config, "target_modules", None)
     if isinstance(targets, str) or not targets:  # a pattern, `all-linear`, or the defaults of PEFT
         return
@@ -195,18 +209,46 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None") -> None:
 
 def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role: str, remedy: str) -> None:
     """
-    Raises a `ValueError` if the initialization of an adapter changes the weights of the base model, so that the model
-    without its adapter isn't the model that training begins with. `role` says what the model without its adapter
-    would be, and `remedy` how to do without it.
+    Raises a `ValueError` if an adapter changes weights of the base model, so that the model without its adapter isn't
+    the model that training begins with. It does so by an initialization that moves a part of the base's weights into
+    the adapter, by training the base's biases, or if further weights of the base are trainable. `role` says what the
+    model without its adapter would be, and `remedy` how to do without it.
     """
-    configs = [*getattr(model, "peft_config", {}).values()] if peft_config is None else [peft_config]
-    for start in (getattr(config, "init_lora_weights", None) for config in configs):
+    for config in adapters_of(model, peft_config):
+        bias = getattr(config, "bias", None)  # of LoRA, OFT and BOFT; others have none, or a flag for their own bias
+        if isinstance(bias, str) and bias != "none":
+            raise ValueError(
+                f"`bias={bias!r}` trains biases of the base model, which stay without the adapter, so the model "
+                f"without its adapter can't be {role}; use `bias='none'`, or {remedy}."
+            )
+        start = getattr(config, "init_lora_weights", None)
         if isinstance(start, str) and start.lower().startswith(_STARTS_FROM_BASE):
             raise ValueError(
                 f"`init_lora_weights={start!r}` moves a part of the base model's weights into the adapter, so the "
                 f"model without its adapter can't be {role}; use `init_lora_weights=True` (merge a trained adapter "
                 f"into its base model first), or {remedy}."
             )
+    unfrozen = _trained_weights_of_base(model) if hasattr(model, "peft_config") else []
+    if unfrozen:
+        raise ValueError(
+            f"{len(unfrozen)} weights of the base model are trainable beside the adapter, such as {unfrozen[0]!r}, so "
+            f"the model without its adapter can't be {role}; freeze them, name their modules in `modules_to_save` of "
+            f"the adapter's config, or {remedy}."
+        )
+
+
+def _trained_weights_of_base(model: nn.Module) -> list[str]:
+    """Returns the names of weights that stay when an adapter is switched off, and that training changes."""
+    tuner: Any = getattr(model, "base_model", model)
+    prefix = getattr(tuner, "prefix", None)
+    if prefix is None:  # prompt learning, or an adapter in a model without PEFT's wrapper
+        return []
+    own_parts = (prefix, "modules_to_save", "trainable_tokens", "token_adapter")
+    return [
+        name
+        for name, parameter in tuner.named_parameters()
+        if parameter.requires_grad and not any(part in name for part in own_parts)
+    ]
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -195,7 +195,7 @@ class RowStream:
             return _batch_loader(self._batches, **options)
         args = self._args
         if getattr(args, "difficulty_sampling", False):
-            self.sampler = difficulty_sampler(dataset, shape.n_rows, args.seed, n_prefetch)
+            self.sampler = difficulty_sampler(dataset, shape.n_rows, args.order_seed, n_prefetch)
         dataset = self._select_columns(dataset)
         self._rows = rows = DatasetRows(dataset, args.seed)
         self._extra_rows = EndlessRows(dataset, args.seed + 1)

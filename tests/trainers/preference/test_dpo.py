@@ -528,7 +528,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (Dataset.from_list([{"prompt": "a", "completion": "b"}]), {}, r"train dataset has the columns .* it needs"),
         (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (None, {}, "`train_dataset` is required"),
-        (text_pairs(2), {"use_liger_kernel": True}, "`use_liger_kernel=True` has no effect in DPO here"),
+        (text_pairs(2), {"neftune_noise_alpha": 5.0}, "The noise of `neftune_noise_alpha` .* `packing='padded'`"),
         (
             image_pairs(2),
             {"truncation_mode": "keep_end", "max_length": 9},

@@ -421,8 +421,8 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (Dataset.from_list([]), {}, "`train_dataset` has no rows"),
         (
             text_pairs(2),
-            {"use_liger_kernel": True},
-            "`use_liger_kernel=True` has no effect in training of reward models here",
+            {"train_sampling_strategy": "group_by_length"},
+            "`train_sampling_strategy='group_by_length'` has no effect in training of reward models here",
         ),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
     ],

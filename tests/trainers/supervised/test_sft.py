@@ -581,7 +581,6 @@ def test_rows_with_media_are_never_cut(tmp_path):
         {"train_sampling_strategy": "group_by_length"},
         {"neftune_noise_alpha": 5.0, "packing": True},
         {"max_length": 1},
-        {"use_liger_kernel": True},
         {"on_media_error": "ignore"},
     ],
 )

@@ -26,7 +26,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
-from trl.trainer.utils import disable_dropout_in_model, get_config_model_id
+from trl.trainer.utils import get_config_model_id
 
 from ...algorithms.critic import critic_metrics
 from ...algorithms.losses import LossInputs, LossOutput, ratio_metrics
@@ -40,7 +40,7 @@ from ...forward.attention import install_prefix_attention
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import ScoreRequest, Scores
 from ...models.critic import Critic, ValueHead, add_critic, other_family_error, policy_alone
-from ...models.modes import checkpoint_activations, fix_encoders
+from ...models.modes import checkpoint_activations, fix_encoders, turn_off_dropout
 from ...models.parts import freeze_as_built, freeze_backbone
 from ...models.wrapped import is_unsharded
 from ...reporting.events import EventPart
@@ -203,7 +203,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if args.estimator.name == "gae":
             self.critic = self._make_critic(value_model)
             if args.disable_dropout:
-                disable_dropout_in_model(self.critic)
+                turn_off_dropout(self.critic)
             elif args.disable_dropout is None and isinstance(self.critic, Critic):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from trl import DPOConfig
 
 from ...views.options import RejectedView, view_option
-from ..shared.arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
+from ..shared.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
 from ..shared.multimodal_config import MediaArguments
 
 
@@ -73,6 +73,7 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "DPO")
+        check_noise(self, self.packing == "prefix", "set `packing='padded'`")
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "`precompute_ref_log_probs=True` needs a fixed reference, but `sync_ref_model=True` updates it; "

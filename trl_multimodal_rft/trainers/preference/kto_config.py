@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from trl import KTOConfig
 
-from ..shared.arguments import LAYOUT_OPTIONS, UNUSED_OPTIONS, check_unused, help_from_docstring
+from ..shared.arguments import LAYOUT_OPTIONS, UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
 from ..shared.multimodal_config import MediaArguments
 
 
@@ -71,6 +71,7 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "KTO", _LAYOUT_OPTIONS)
+        check_noise(self, self.packing == "prefix", "set `packing='padded'`")
         if self.loss_type not in _LOSSES:
             raise ValueError(f"`loss_type` must be {' or '.join(map(repr, _LOSSES))}, got {self.loss_type!r}.")
         if self.sync_ref_model and self.precompute_ref_log_probs:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from trl import RewardConfig
 
-from ..shared.arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
+from ..shared.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
 from ..shared.multimodal_config import MediaArguments
 
 
@@ -59,3 +59,4 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "training of reward models")
+        check_noise(self, self.packing == "prefix", "set `packing='padded'`")

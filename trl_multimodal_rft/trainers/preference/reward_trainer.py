@@ -144,10 +144,6 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
 
     def _check_adapter(self) -> None:
         configs = self.model.peft_config.values() if is_peft_model(self.model) else ()
-        if any(config.is_prompt_learning for config in configs):
-            raise ValueError(
-                "Prompt learning puts virtual tokens before a prompt, which packed rows don't have; use LoRA."
-            )
         if configs and not any(
             parameter.requires_grad for parameter in self._unwrapped(self.model).get_submodule("score").parameters()
         ):

@@ -262,18 +262,22 @@ def warn_of_rates(config: TrainingArguments) -> None:
         )
 
 
-# Options of torch's data loaders, with their neutral values, and what happens here instead. They concern speed alone
-_LOADER_OPTIONS = {
+# Options that concern speed alone and have no effect, with their neutral values, and what happens here instead
+_SPEED_OPTIONS = {
     "dataloader_in_order": ((True,), "rows always come in the order of the sampler"),
     "dataloader_multiprocessing_context": ((None, "fork"), "processes that read rows ahead are forked"),
     "dataloader_persistent_workers": ((False,), "processes that read rows ahead live as long as the run, or an epoch"),
     "dataloader_prefetch_factor": ((None,), "`media_prefetch` says how many batches are read ahead"),
+    "use_liger_kernel": (
+        (False,),
+        "the forward of this package scores packed rows; to fuse operations of layers, set `torch_compile=True`",
+    ),
 }
 
 
-def warn_of_loader_options(config: TrainingArguments) -> None:
-    """Warns of options of torch's data loaders that have no effect, and sets them to their neutral values."""
-    for name, (neutral, reason) in _LOADER_OPTIONS.items():
+def warn_of_speed_options(config: TrainingArguments) -> None:
+    """Warns of options of speed that have no effect, and sets them to their neutral values."""
+    for name, (neutral, reason) in _SPEED_OPTIONS.items():
         value = getattr(config, name, neutral[0])  # versions of transformers differ in their options
         if value not in neutral:
             setattr(config, name, neutral[0])
@@ -440,14 +444,21 @@ LAYOUT_OPTIONS = {
 # Further options that these trainers don't use, with their neutral values, and the reason why other values raise an
 # error
 UNUSED_OPTIONS = {
-    "use_liger_kernel": (
-        (False,),
-        "Liger's forward would replace the forward that scores packed rows; to fuse operations of layers, set "
-        "`torch_compile=True`",
-    ),
     "train_sampling_strategy": (
         ("random", "sequential"),
         "lengths aren't known before rows are read; to bound the tokens of a forward, set `max_tokens_per_microbatch`",
+    ),
+}
+
+# As `UNUSED_OPTIONS`, of the trainers that sample completions
+UNUSED_IN_SAMPLING = {
+    "train_sampling_strategy": (
+        ("random",),
+        "`shuffle_dataset` says whether rows are shuffled, and lengths aren't known before completions are sampled",
+    ),
+    "neftune_noise_alpha": (
+        (None,),
+        "completions would be sampled by another policy than the one whose log-probabilities are trained",
     ),
 }
 
@@ -472,6 +483,15 @@ def check_unused(
             raise ValueError(
                 f"`{name}={getattr(args, name)!r}` has no effect in {method} here, so remove it: {reason}."
             )
+
+
+def check_noise(args: TrainingArguments, packs: bool | None, remedy: str) -> None:
+    """Raises a `ValueError` for `neftune_noise_alpha` with packed rows."""
+    if args.neftune_noise_alpha is not None and packs:
+        raise ValueError(
+            "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "
+            f"{remedy}, or remove it."
+        )
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:

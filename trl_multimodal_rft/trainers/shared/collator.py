@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
-from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from jinja2 import Environment
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import get_dataset_column_names
 
@@ -21,6 +19,7 @@ from ...data.rows.columns import has_media
 from ...data.rows.labels import with_class_names
 from ...data.rows.names import MEDIA_COLUMNS, TEXT_COLUMNS, prepare_remedy
 from ...encoding.concatenated import PART_LENGTHS
+from ...encoding.messages import template_names
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import placeholder_tokens, plain_outputs
 from ...encoding.supervised import SupervisedEncoder
@@ -128,10 +127,7 @@ class RowCollator(Generic[ConfigT]):
 
     @cached_property
     def _template_names(self) -> set[str]:
-        template = self.chat_template or getattr(self.processing_class, "chat_template", None) or ""
-        sources = template.values() if isinstance(template, dict) else [template]
-        tokens = chain.from_iterable(map(Environment().lex, sources))
-        return {name for _, token_type, name in tokens if token_type == "name"}
+        return template_names(self.processing_class, {"chat_template": self.chat_template})
 
     def may_drop(self, row: Row) -> bool:
         """

@@ -18,6 +18,7 @@ from ...rollout.stream import UnreadableRows, unreadable_rows
 from ...spelling import read_settings
 from ...views.options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
+    UNUSED_IN_SAMPLING,
     CheckedKeywords,
     Needs,
     as_names,
@@ -25,10 +26,11 @@ from .arguments import (
     check_dtype,
     check_generation_kwargs,
     check_json,
+    check_unused,
     check_values,
     help_from_docstring,
-    warn_of_loader_options,
     warn_of_rates,
+    warn_of_speed_options,
 )
 from .batches import batch_options, check_batches
 
@@ -142,6 +144,8 @@ class MediaArguments(CheckedKeywords, _Config):
     max_frames: int | None = None
     use_audio_in_video: bool = False
 
+    takes_prompt_learning = False  # whether the trainer scores rows with PEFT's virtual tokens before the prompt
+
     def __post_init__(self):
         # transformers reads these fields from JSON, too
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "learning_rates", "media_rules"]
@@ -155,7 +159,7 @@ class MediaArguments(CheckedKeywords, _Config):
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
-        warn_of_loader_options(self)
+        warn_of_speed_options(self)
         if self.ddp_find_unused_parameters is None:
             # The loss reaches all trained weights. DDP would search for others in each step, and warn of finding none
             self.ddp_find_unused_parameters = False
@@ -183,6 +187,11 @@ class MediaArguments(CheckedKeywords, _Config):
         self.learning_rates = as_rates(self.learning_rates)
         check_ignored(self.ignored_media_columns)
         _ = self.rules, self.unreadable_rows  # the properties raise an error for invalid settings
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order of rows."""
+        return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def rules(self) -> MediaRules:
@@ -338,6 +347,7 @@ class SamplingArguments(MediaArguments):
             if hasattr(self, "distributed_state"):  # set before TRL checks batches, so the error may be about them
                 check_batches(self, batch_names)
             raise
+        check_unused(self, UNUSED_IN_SAMPLING, "training on sampled completions", {})
         # `None` skips the check of names, since vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
         for name in getattr(self, "chat_template_kwargs", None) or ():

@@ -66,13 +66,14 @@ def make_prompts(
         encode = row_encoder(encoder, engine_prompts)
     if toolbox.factories or inputs.rollout_func is not None:
         encode = None
+    columns = ["prompt", "chat_template_kwargs", *args.teacher_columns, *MEDIA_COLUMNS]
     stream = RowStream(
         args,
         accelerator,
         encode=encode,
         messages=encoder.messages,
         encode_teacher_prompt=encoder.encode_teacher_prompt if args.encodes_teacher_prompts else None,
-        columns=["prompt", *args.teacher_columns, *MEDIA_COLUMNS] if args.remove_unused_columns else None,
+        columns=columns if args.remove_unused_columns else None,
         metrics=metrics,
         state=lambda: live.state,
     )
@@ -89,9 +90,9 @@ def prompt_loader(
 ) -> DataLoader:
     """Returns the loader of training prompts, one batch per rollout, in TRL's order."""
     if isinstance(dataset, IterableDataset) and shuffles:
-        dataset = dataset.shuffle(seed=args.seed)
+        dataset = dataset.shuffle(seed=args.order_seed)
     n_ranks = accelerator.num_processes
     size = args.generation_batch_size // n_ranks  # of this rank
     shape = BatchShape(size, args.num_generations or 1, steps_per_rollout, n_ranks, accelerator.process_index)
-    order = partial(repeat_order, seed=args.seed) if shuffles else None
+    order = partial(repeat_order, seed=args.order_seed) if shuffles else None
     return stream.train_loader(dataset, shape, args.media_prefetch, order)

@@ -32,6 +32,7 @@ from ...forward.features import install_encoder_attention
 from ...forward.head import add_fused_head
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import Scores
+from ...models.modes import turn_off_dropout
 from ...models.parts import check_adapter
 from ...models.pretrained import load_model
 from ...models.wrapped import replaced
@@ -100,6 +101,9 @@ class CompletionTrainer(BaseTrainer):
         self.add_callback(ReadMetrics(self._metric_log))
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
+        if getattr(self.args, "disable_dropout", False):  # SFT lacks it, as in TRL
+            turn_off_dropout(self.model)
+            turn_off_dropout(self.ref_model)
         self.card_notes = CardNotes()
         self._token_columns = TokenColumns(self.data_collator.token_columns, self.data_collator.token_names)
         self._stream = RowStream(
@@ -204,7 +208,7 @@ class CompletionTrainer(BaseTrainer):
     def _train_loader(self) -> DataLoader:
         args = self.args
         ranks = (self.accelerator.num_processes, self.accelerator.process_index)
-        order = partial(seeded_order, seed=args.seed if args.data_seed is None else args.data_seed)
+        order = partial(seeded_order, seed=args.order_seed)
         return self._stream.train_loader(
             self._token_columns.source(self.train_dataset),
             # One sequence per row, and one micro-batch per batch
@@ -333,7 +337,7 @@ def load_for_scoring(
     warn_of_unread_media(args, datasets, modalities(model, args), supervised=True)
     set_seed(args.seed)  # as TRL does before it loads a model
     loaded = load_parts(model, args, arguments["processing_class"], arguments["quantization_config"], 0, load)
-    check_adapter(loaded.model, arguments["peft_config"])
+    check_adapter(loaded.model, arguments["peft_config"], args.takes_prompt_learning)
     if getattr(args, "pad_token", None) is not None:  # KTO has no such option
         set_pad_token(loaded.model, loaded.processing_class, args.pad_token)
     return loaded

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import disable_dropout_in_model
 
 from ...checks.run_checks import Checks
 from ...families import family_of
@@ -23,6 +22,7 @@ from ...forward.attention import install_prefix_attention
 from ...forward.features import install_encoder_attention
 from ...forward.head import add_fused_head, head_rule
 from ...forward.masks import sharing_obstacle
+from ...models.modes import turn_off_dropout
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
 from ...views.options import LossView
@@ -125,7 +125,7 @@ def prepare_reference(
 ) -> nn.Module | FSDPModule:
     """Prepares a reference for the accelerator, in the same way as TRL prepares the references that it loads."""
     if args.disable_dropout:
-        disable_dropout_in_model(ref_model)
+        turn_off_dropout(ref_model)
     add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return prepare_deepspeed(ref_model, accelerator)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from trl import SFTConfig
 
-from ..shared.arguments import UNUSED_OPTIONS, check_unused, help_from_docstring
+from ..shared.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
 from ..shared.multimodal_config import MediaArguments
 
 
@@ -59,11 +59,9 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     packing: bool = False
     self_check: bool = True
 
+    takes_prompt_learning = True
+
     def __post_init__(self):
         super().__post_init__()
         check_unused(self, _UNUSED_OPTIONS, "supervised training")
-        if self.neftune_noise_alpha is not None and (self.packing or self.eval_packing):
-            raise ValueError(
-                "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "
-                "set `packing=False`."
-            )
+        check_noise(self, self.packing or self.eval_packing, "set `packing=False`")
