@@ -42,8 +42,26 @@ def engine_ratios(
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
+def level_conflict(args: Any) -> str:
+    """Returns an error message if the ratios of a config are of another level than its loss takes, else `""`."""
+    level = args.ratio_level
+    if not level or args.vllm_importance_sampling_mode.startswith(level):
+        return ""
+    return (
+        f"`loss_type={args.loss_type!r}` needs the importance ratios of "
+        f"{'completions' if level == 'sequence' else 'tokens'}; set `vllm_importance_sampling_mode` to "
+        f"'{level}_mask' or '{level}_truncate', got {args.vllm_importance_sampling_mode!r}."
+    )
+
+
 def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
-    """Returns importance ratios of the policy to the engine that sampled a rollout, `(N, C)` or `(N, 1)`."""
+    """
+    Returns importance ratios of the policy to the sampler of a rollout, `(N, C)` or `(N, 1)`. Raises a `ValueError` if
+    the loss takes ratios of another level, as only the rollout says whether a sampler returns log-probabilities.
+    """
+    conflict = level_conflict(args)
+    if conflict:
+        raise ValueError(conflict)
     return engine_ratios(
         require(rollout.old_per_token_logps),
         require(rollout.sampling_per_token_logps),

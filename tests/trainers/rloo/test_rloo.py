@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """[`MultimodalRLOOTrainer`] beyond TRL's, see `test_trl_parity.py`: its correction for engines, and its card."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers.samplers import FromEngine
@@ -46,3 +48,38 @@ def test_model_card_names_the_method(tmp_path):
     assert "grpo" not in card.data.tags
     assert "Method: RLOO" in card.text
     assert str(trainer.checks.self_check) in card.text
+
+
+def with_engine_logps(prompts, trainer):
+    output = trainer.processing_class.apply_chat_template(
+        prompts, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    n = len(prompts)
+    return {
+        "prompt_ids": output["input_ids"],
+        "completion_ids": [[60, 61, 62]] * n,
+        "logprobs": [[-5.5, -5.6, -5.4]] * n,
+    }
+
+
+SOURCES = {"a sampler": {"sampler": FromEngine}, "a rollout_func": {"objects": {"rollout_func": with_engine_logps}}}
+
+
+@pytest.mark.parametrize(
+    "loss, mode, level",
+    [
+        ("gmpo", "token_truncate", "completions"),
+        ("vespo", "sequence_mask", "tokens"),
+        ("gmpo", "sequence_mask", None),
+        ("vespo", "token_mask", None),
+    ],
+)
+@pytest.mark.parametrize("source", SOURCES)
+def test_losses_get_ratios_of_their_level_from_any_source(source, loss, mode, level, tmp_path):
+    options = {"loss_type": loss, "vllm_importance_sampling_mode": mode, "max_steps": 1, "self_check": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, FAMILY, image_rows(), tmp_path, **SOURCES[source], **options)
+    if source == "a rollout_func":
+        trainer.sampler.samples_policy = False  # as vLLM
+    message = f"'{loss}'.* needs the importance ratios of {level}"
+    with nullcontext() if level is None else pytest.raises(ValueError, match=message):
+        trainer.train()

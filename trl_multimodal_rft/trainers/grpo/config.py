@@ -261,6 +261,13 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         return split_settings(self.loss_type, "loss_type")[0] in LOSSES and self.loss.per_completion
 
     @property
+    def ratio_level(self) -> str:
+        """The level of the ratios to a sampler that the loss takes, with which modes begin; empty if it takes both."""
+        if self.loss.per_completion:
+            return "sequence"
+        return "token" if self.loss.name == "vespo" else ""  # VESPO multiplies the ratios of tokens itself
+
+    @property
     def entropy_settings(self) -> EntropySource:
         """The source of the entropies that select tokens, and the scope within which tokens compete."""
         return read_settings(EntropySource, "entropy_source", self.entropy_source)

@@ -4,6 +4,7 @@
 from typing import Any
 
 from ...algorithms.advantages import is_constant
+from ...rollout.engine_ratios import level_conflict
 from ..shared.arguments import Conflicts
 
 
@@ -60,10 +61,7 @@ def conflicts_of_loss(args: Any) -> Conflicts:
     # Without a critic, steps or a baseline per token, only the KL penalty differs between a completion's tokens
     tokens_differ = estimator.needs == "critic" or estimator.step_input is not None or estimator.reads_logps
     by_kl = "" if tokens_differ else " with the KL divergence in the reward"
-    # A mode's name begins with its level. VESPO multiplies the ratios of a completion's tokens itself
-    level = "sequence" if loss.per_completion else "token" if loss.name == "vespo" else ""
-    # TRL checks the mode only when its constructor starts the engine
-    has_other_level = args.corrects_for_vllm and not args.vllm_importance_sampling_mode.startswith(level)
+    level_problem = level_conflict(args)
     clip_bound = 1 + args.loss_options().epsilon_high
     reads_delta = loss.name in ("dual_clip", "fipo") or loss.sequence_level  # TRL's other losses ignore it
     return [
@@ -78,12 +76,8 @@ def conflicts_of_loss(args: Any) -> Conflicts:
             f"{chosen_estimator}{by_kl} gives one per token. Use another estimator"
             + (", or `kl_estimator='k3'`." if by_kl else "."),
         ),
-        (
-            has_other_level,
-            f"{option} needs the importance ratios of {'completions' if level == 'sequence' else 'tokens'}; set "
-            f"`vllm_importance_sampling_mode` to '{level}_mask' or '{level}_truncate', got "
-            f"{args.vllm_importance_sampling_mode!r}.",
-        ),
+        # TRL checks the mode only when its constructor starts the engine. Other samplers are asked at their rollouts
+        (args.corrects_for_vllm and bool(level_problem), level_problem),
         (
             sequence_level and not loss.sequence_level,
             f"{option} clips the ratios of tokens, not of completions; remove `importance_sampling_level='sequence'`.",

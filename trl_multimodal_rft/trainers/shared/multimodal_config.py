@@ -331,6 +331,7 @@ class SamplingArguments(MediaArguments):
 
     needs_rewards = True  # whether completions must be rewarded
     reads_steps = False  # whether advantages depend on the positions of rewards in a completion, not only on their sum
+    ratio_level = ""  # the only level of ratios to a sampler that the loss takes, if there is one
     beta_is_kl = True  # whether `beta` is the coefficient of a divergence from a reference
     teacher_columns: ClassVar[Sequence[str]] = ()  # columns of rows that only a teacher reads
     encodes_teacher_prompts = False  # whether they are encoded with the rows
