@@ -480,6 +480,7 @@ def metrics(history: list[dict]) -> list[dict[str, float]]:
         "time",
         "per_second",
         "packing/",
+        "signal/",
         "skipped_updates",
         "tools/ended_by",
         "tools/environment_failures",

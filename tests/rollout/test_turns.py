@@ -320,7 +320,7 @@ def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, lear
     """For dynamic sampling, replay, hints and logs, whatever the sums of rewards are."""
     warned, options = [], {"dynamic_sampling": 2, "replay_buffer_size": 2, "max_steps": 2, "logging_steps": 1}
     monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
-    monkeypatch.setattr(rollout_logs.EqualRewardsHint.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(rollout_logs.SignalHint.__init__, "__defaults__", (False, 2))
     options |= {"advantage_estimator": estimator, "reward": rewards}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", image_rows(), tmp_path, **options)
     trainer.train()
@@ -328,7 +328,7 @@ def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, lear
         assert logs["sampling/kept_frac"] == 1 - logs["frac_reward_zero_std"] == learns == (logs["grad_norm"] > 0)
         assert logs["sampling/rounds"] == 2 - learns and logs["packing/skipped_frac"] == 1 - learns
     assert len(trainer._groups.replay) == 2 * learns and len(warned) == (not learns)
-    assert learns or "of a prompt have had an advantage of 0 for 2 steps" in warned[0]
+    assert learns or "No token has had a learning signal for 2 steps" in warned[0]
 
 
 @pytest.mark.parametrize("every", [3, 1])

@@ -1,42 +1,36 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""A run with all-equal rewards warns once."""
+"""A run whose rewards teach nothing warns once."""
 
-import math
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from datasets import Dataset
 from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
+from trl_multimodal_rft.algorithms.signal import CAUSES
 from trl_multimodal_rft.trainers.shared import rollout_logs
-from trl_multimodal_rft.trainers.shared.rollout_logs import constant_rewards
+from trl_multimodal_rft.trainers.shared.rollout_logs import constant_rewards, steps_without_signal
 
 
 @pytest.mark.parametrize(
-    ("grouped", "rollouts", "steps"),
+    ("shares", "steps"),
     [
-        (True, [([1, 1, 2, 2], False), ([1, 1, 2, 2], False)], 2),
-        (True, [([1, 1, 2, 2], False), ([1, 2, 2, 2], True)], 0),
-        (True, [([1, 2, 2, 2], True), ([1, 1, 2, 2], False)], 1),
-        # Groups of one are always equal; the hint then compares all rewards
-        (False, [([1, 1, 2, 2], False), ([1, 1, 2, 2], False)], 0),
-        (False, [([3, 3, 3, 3 + 1e-7], False), ([0, 0, 0, 0], False)], 2),
-        (False, [([math.nan, 3, 3, 3], False), ([0, math.nan, 0, 0], False)], 2),
-        (False, [([math.nan] * 4, False)] * 2, 0),
-        (True, [([math.nan] * 4, False)] * 2, 0),
+        ([0.0, 0.0, None, 0.0], 4),
+        ([0.5, 0.0, None, 0.0], 3),
+        ([0.0, 0.0, 0.1], 0),
+        ([0.0, 0.1, None], 0),
+        ([None, None], 0),
+        ([], 0),
     ],
 )
-def test_steps_whose_rewards_are_equal(grouped, rollouts, steps, monkeypatch):
-    warned = []
-    monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
-    hint = rollout_logs.EqualRewardsHint(grouped, patience=1)
-    for step, (rewards, differ) in enumerate(rollouts):
-        hint.record_rewards(torch.tensor(rewards, dtype=torch.float32), torch.full((4,), differ), step)
-    hint.on_log(None, SimpleNamespace(global_step=len(rollouts), log_history=[{"reward": 1.0, "step": 2}]), None)
-    assert len(warned) == (steps > 0) and all(f"for {steps} steps" in each for each in warned)
+def test_steps_without_signal(shares, steps):
+    """A log of `None` has other metrics, as that of an evaluation."""
+    history = [
+        {"step": step, **({"eval_loss": 1.0} if share is None else {"signal/tokens": share})}
+        for step, share in enumerate(shares, 1)
+    ]
+    assert steps_without_signal(history) == steps
 
 
 def test_constant_rewards():
@@ -59,36 +53,65 @@ def always_one(prompts, **kwargs):
     return [1.0] * len(prompts)
 
 
+def varied(prompts, **kwargs):
+    return [float(i % 4) for i in range(len(prompts))]
+
+
+ENDLESS = {"mask_truncated_completions": True, "generation_kwargs": {"min_new_tokens": 8}}
+NO_SIGNAL = r"No token has had a learning signal for 2 steps \(mean reward .*\), so .*: {cause} 100%\. "
+SAME_REWARD = "The reward function 'always_one' has given all completions the same reward for 2 steps"
+
+
 @pytest.mark.parametrize(
-    ("trainer_class", "reward", "n_warnings", "options"),
+    ("trainer_class", "reward", "options", "expected"),
     [
-        (MultimodalGRPOTrainer, equal_in_a_group, 1, {}),
-        (MultimodalRLOOTrainer, always_one, 1, {}),
-        (MultimodalGRPOTrainer, equal_in_a_group, 1, {"scale_rewards": "batch"}),
-        # TRL's metric sees the KL divergence from a reference
-        (MultimodalRLOOTrainer, always_one, 1, {"beta": 0.5}),
-        (MultimodalRLOOTrainer, equal_in_a_group, 1, {"beta": 0.5}),
-        (MultimodalPPOTrainer, always_one, 1, {}),
-        (MultimodalPPOTrainer, equal_in_a_group, 0, {}),
+        (MultimodalGRPOTrainer, equal_in_a_group, {}, "equal_rewards"),
+        (MultimodalGRPOTrainer, always_one, {}, "equal_rewards"),
+        (MultimodalRLOOTrainer, always_one, {}, "equal_rewards"),
+        (MultimodalGRPOTrainer, equal_in_a_group, {"scale_rewards": "batch"}, "equal_rewards"),
+        # The KL divergence from a reference, in the reward, isn't a signal of rewards; TRL's metric sees it
+        (MultimodalRLOOTrainer, always_one, {"beta": 0.5}, "equal_rewards"),
+        (MultimodalRLOOTrainer, equal_in_a_group, {"beta": 0.5}, "equal_rewards"),
+        (MultimodalGRPOTrainer, equal_in_a_group, {"beta": 0.5, "kl_estimator": "k1"}, "equal_rewards"),
+        (MultimodalPPOTrainer, equal_in_a_group, {}, None),  # the critic's values differ from equal rewards
+        (MultimodalPPOTrainer, always_one, {}, SAME_REWARD),
+        (MultimodalGRPOTrainer, varied, {"reward_clip_range": (0.0, 1.0), "num_generations": 4}, None),
+        (MultimodalGRPOTrainer, varied, {"reward_clip_range": (-2.0, 0.0)}, "clipped_rewards"),
+        (MultimodalRLOOTrainer, varied, {"reward_clip_range": (-2.0, 0.0)}, "clipped_rewards"),
+        (MultimodalGRPOTrainer, varied, ENDLESS, "truncation"),
     ],
 )
-def test_a_run_warns_once(trainer_class, reward, n_warnings, options, tmp_path, monkeypatch):
+def test_a_run_warns_once(trainer_class, reward, options, expected, tmp_path, monkeypatch):
     warned = []
     monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
-    monkeypatch.setattr(rollout_logs.EqualRewardsHint.__init__, "__defaults__", (2,))
+    monkeypatch.setattr(rollout_logs.SignalHint.__init__, "__defaults__", (False, 2))
     rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
     options = {"max_steps": 3, "logging_steps": 1, "self_check": False, **options}
     objects = moved("qwen2_5_vl") if "beta" in options else None
     trainer = make_trainer(trainer_class, "qwen2_5_vl", rows, tmp_path, reward=reward, objects=objects, **options)
     trainer.train()
-    if "beta" in options:
+    if "beta" in options and trainer_class is MultimodalRLOOTrainer:
         assert trainer.state.log_history[0]["frac_reward_zero_std"] < 1
-    assert len(warned) == n_warnings
-    assert all(re.match("All completions.* same reward for 2 steps", each) for each in warned)
+    assert len(warned) == (expected is not None)
+    assert all(re.match(expected if " " in expected else NO_SIGNAL.format(cause=expected), each) for each in warned)
 
 
-def varied(prompts, **kwargs):
-    return [float(i % 4) for i in range(len(prompts))]
+def test_shares_of_a_run_sum_to_1(tmp_path):
+    """Over all ranks' sampled tokens, of which a third is in groups with equal rewards."""
+
+    def reward(prompts, completions, **kwargs):
+        return [float(len(str(prompt)) > 40) * (i % 4) for i, prompt in enumerate(prompts)]
+
+    rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
+    options = {"max_steps": 4, "logging_steps": 1, "num_iterations": 2, "learning_rate": 0.5, "self_check": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path, reward=reward, **options)
+    trainer.train()
+    for logs in trainer.state.log_history[:4]:
+        account = {name: logs[f"signal/{name}"] for name in ("tokens", *CAUSES)}
+        assert sum(account.values()) == pytest.approx(1)
+        assert logs["signal/tokens"] <= 1 and logs["signal/completions"] >= 0
+    assert any(logs["signal/equal_rewards"] > 0 for logs in trainer.state.log_history[:4])
+    assert any(logs["signal/trust_region"] > 0 for logs in trainer.state.log_history[:4])
 
 
 def test_a_function_that_rewards_all_alike_is_named_after_eight_steps(tmp_path, monkeypatch):

@@ -46,6 +46,10 @@ class LossInputs:
     aux_loss: torch.Tensor | None = None  # load-balancing loss of a mixture of experts, a scalar
     # The mask, but 0 on completions that the update doesn't forward, by default the mask itself, `(B, T)`
     scored: torch.Tensor | None = None
+    # For the account of the signal, both `(B,)`: indices in [`~algorithms.signal.CAUSES`] of what took it from
+    # completions before the loss, -1 if nothing did, and numbers of sampled tokens, by default those of the mask
+    causes: torch.Tensor | None = None
+    n_sampled: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

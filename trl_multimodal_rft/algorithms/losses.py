@@ -33,6 +33,7 @@ from .policy_losses import (
     sapo_loss,
     vespo_loss,
 )
+from .signal import signal_metrics
 from .trust_regions import clip_cov_loss, dppo_kl_loss, dppo_tv_loss, fipo_loss, ipo_loss, kl_cov_loss
 
 
@@ -91,7 +92,7 @@ def grpo_loss(
     n_micro_batches = normalizer.n_micro_batches
     losses, metrics = loss_type(inputs, options)
     loss = loss_type.average(losses, mask, normalizer)
-    metrics = dict(metrics)
+    metrics = {**metrics, **signal_metrics(losses, inputs, options)}
     if inputs.ref_logps is not None:
         kl = approx_kl(inputs.logps, inputs.ref_logps, mask, options.kl_estimator)
         # A loss with one ratio per completion has no ratios of tokens
@@ -133,9 +134,9 @@ def rloo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
     """
     log_ratio = torch.where(inputs.mask.bool(), inputs.logps, 0).sum(1) - inputs.old_logps
     # PPO's loss of `B` completions as of `B` rows with one token
-    inputs = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
-    losses, metrics = ppo_loss(log_ratio.exp()[:, None], inputs, options)
-    return LossOutput(losses.mean(), metrics)
+    rows = replace(inputs, mask=torch.ones_like(log_ratio)[:, None], advantages=inputs.advantages[:, None])
+    losses, metrics = ppo_loss(log_ratio.exp()[:, None], rows, options)
+    return LossOutput(losses.mean(), {**metrics, **signal_metrics(losses, inputs, options)})
 
 
 def view_term(

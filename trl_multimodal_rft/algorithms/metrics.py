@@ -28,7 +28,12 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
     total = torch.where(mask.bool(), values.detach(), 0).sum()
-    return Metric(torch.stack([total.float(), mask.sum().float()]), _ratio)
+    return share(total, mask.sum())
+
+
+def share(count: torch.Tensor, total: torch.Tensor) -> Metric:
+    """Returns the metric of a ratio of two scalars, each of which is a sum over ranks. It is 0 where the second is."""
+    return Metric(torch.stack([count.float(), total.float()]), _ratio)
 
 
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:

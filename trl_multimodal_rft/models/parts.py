@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -239,8 +239,8 @@ def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role:
 
 def _trained_weights_of_base(model: nn.Module) -> list[str]:
     """Returns the names of weights that stay when an adapter is switched off, and that training changes."""
-    tuner: Any = getattr(model, "base_model", model)
-    prefix = getattr(tuner, "prefix", None)
+    tuner = getattr(model, "base_model", model)
+    prefix = getattr(type(tuner), "prefix", None)
     if prefix is None:  # prompt learning, or an adapter in a model without PEFT's wrapper
         return []
     own_parts = (prefix, "modules_to_save", "trainable_tokens", "token_adapter")

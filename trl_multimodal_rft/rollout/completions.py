@@ -92,6 +92,7 @@ def add_completions(
         if rollout.tool_mask is not None:
             rollout.tool_mask = rollout.tool_mask * has_ended[:, None].to(device)
     rollout.completion_mask = mask.to(device)
+    rollout.n_sampled = lengths.to(device)
     prompt_lengths = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
     table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)

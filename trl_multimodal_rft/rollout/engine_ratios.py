@@ -42,15 +42,17 @@ def engine_ratios(
     return ratios.masked_fill((ratios < low) | (ratios > high), 0.0)
 
 
-def level_conflict(args: Any) -> str:
-    """Returns an error message if the ratios of a config are of another level than its loss takes, else `""`."""
-    level = args.ratio_level
-    if not level or args.vllm_importance_sampling_mode.startswith(level):
+def level_conflict(level: str, mode: str, loss_type: str) -> str:
+    """
+    Returns an error message if a mode has ratios of another level than a loss takes (`"sequence"`, `"token"`, or `""`
+    for both), else `""`.
+    """
+    if mode.startswith(level):
         return ""
     return (
-        f"`loss_type={args.loss_type!r}` needs the importance ratios of "
+        f"`loss_type={loss_type!r}` needs the importance ratios of "
         f"{'completions' if level == 'sequence' else 'tokens'}; set `vllm_importance_sampling_mode` to "
-        f"'{level}_mask' or '{level}_truncate', got {args.vllm_importance_sampling_mode!r}."
+        f"'{level}_mask' or '{level}_truncate', got {mode!r}."
     )
 
 
@@ -59,14 +61,15 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
     Returns importance ratios of the policy to the sampler of a rollout, `(N, C)` or `(N, 1)`. Raises a `ValueError` if
     the loss takes ratios of another level, as only the rollout says whether a sampler returns log-probabilities.
     """
-    conflict = level_conflict(args)
+    mode = args.vllm_importance_sampling_mode
+    conflict = level_conflict(args.ratio_level, mode, args.loss_type) if args.ratio_level else ""
     if conflict:
         raise ValueError(conflict)
     return engine_ratios(
         require(rollout.old_per_token_logps),
         require(rollout.sampling_per_token_logps),
         rollout.scored_mask,
-        args.vllm_importance_sampling_mode,
+        mode,
         args.vllm_importance_sampling_clip_min,
         args.vllm_importance_sampling_clip_max,
     )

@@ -12,6 +12,7 @@ from trl.trainer.utils import nanstd
 
 from ..algorithms.advantages import group_statistics, rloo
 from ..algorithms.returns import Step, Steps
+from ..algorithms.signal import causes_by_reward
 from ..rewards.calls import StepwiseReward
 from .ranks import local_rows
 from .rollout import Rollout, Source, Turn
@@ -184,11 +185,23 @@ def normalize_then_sum(
     return Estimates(torch.where(signal, advantages, 0), signal, std.isclose(torch.zeros_like(std)))
 
 
-def set_estimates(rollout: Rollout, estimates: Estimates, accelerator: Accelerator) -> None:
-    """Sets the advantages and the signal of this rank's completions."""
+def lost_by_reward(
+    estimates: Estimates, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor, compares_groups: bool
+) -> torch.Tensor:
+    """
+    Returns what took the signal from completions before the loss, see [`~algorithms.signal.causes_by_reward`]. If the
+    estimator doesn't compare groups, equal rewards of a group have advantages, too. Shapes: all `(N,)`.
+    """
+    signal = estimates.has_signal if compares_groups else torch.ones_like(estimates.has_signal)
+    return causes_by_reward(rewards, signal, has_signal(rewards, group_ids), has_signal(shaped, group_ids))
+
+
+def set_estimates(rollout: Rollout, estimates: Estimates, causes: torch.Tensor, accelerator: Accelerator) -> None:
+    """Sets the advantages and the signal of this rank's completions, and what took it from them."""
     advantages, signal = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
     rollout.advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
     rollout.rewards.has_signal = signal
+    rollout.rewards.causes = local_rows(accelerator, causes, len(rollout))
 
 
 def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:

@@ -117,6 +117,7 @@ class RewardValues(_Part):
     per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
     bonus: torch.Tensor | None = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
+    causes: torch.Tensor | None = None  # (N,), what took the signal from a completion, see `algorithms/signal.py`
     # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond; else 0
     out_of_range: torch.Tensor | None = None
     scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
@@ -183,6 +184,7 @@ class Rollout(_Part):
     # (N, C), 0 on padding, and on truncated completions that are masked
     completion_mask: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": 0})
     tool_mask: torch.Tensor | None = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
+    n_sampled: torch.Tensor | None = None  # (N,), sampled tokens, also those of completions that are masked
     num_items_in_batch: torch.Tensor | None = None  # (), tokens in the loss over all ranks
     step: int = 0  # optimizer step at which the completions were sampled
     packed: bool = False  # whether completions share a forward of their prompt

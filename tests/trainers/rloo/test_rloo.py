@@ -28,6 +28,8 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
         trainer.train()
         [inputs] = trainer._buffered_inputs
         metrics = {key: value for key, value in trainer.state.log_history[0].items() if "sampl" in key}
+        lost = trainer.state.log_history[0]["signal/engine_ratios"]
+        assert (lost > 0) == (corrects and mode == "sequence_mask")
         runs.append((inputs, metrics))
     (grpo, expected), (rloo, metrics), (uncorrected, without) = runs
     assert len(expected) == 6 and expected == pytest.approx(metrics, rel=1e-5)

@@ -61,7 +61,7 @@ def conflicts_of_loss(args: Any) -> Conflicts:
     # Without a critic, steps or a baseline per token, only the KL penalty differs between a completion's tokens
     tokens_differ = estimator.needs == "critic" or estimator.step_input is not None or estimator.reads_logps
     by_kl = "" if tokens_differ else " with the KL divergence in the reward"
-    level_problem = level_conflict(args)
+    level_problem = level_conflict(args.ratio_level, args.vllm_importance_sampling_mode, args.loss_type)
     clip_bound = 1 + args.loss_options().epsilon_high
     reads_delta = loss.name in ("dual_clip", "fipo") or loss.sequence_level  # TRL's other losses ignore it
     return [

@@ -370,6 +370,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             entropies=scores.entropies,
             aux_loss=scores.aux_loss if self.aux_loss_enabled else None,
             scored=inputs.scored_mask,
+            causes=inputs.rewards.causes,
+            n_sampled=inputs.n_sampled,
         )
         output = GRPO.loss(
             self._policy_loss,

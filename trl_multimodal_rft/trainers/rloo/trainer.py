@@ -12,6 +12,7 @@ from trl.trainer.rloo_trainer import RewardFunc
 
 from ...algorithms.losses import LossInputs, LossOptions, LossOutput
 from ...algorithms.metrics import rank_mean, scored_mean
+from ...algorithms.signal import CAUSES
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero
@@ -134,7 +135,11 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         scores = super()._score(model, rollout, **options)
         if self._corrects_for_engine(rollout) and not had_ratios:
             # The loss is proportional to the advantages, so weights of advantages are weights of the loss
-            rollout.advantages = require(rollout.advantages) * require(rollout.importance_sampling_ratio)[:, 0]
+            ratios = require(rollout.importance_sampling_ratio)[:, 0]
+            rollout.advantages = require(rollout.advantages) * ratios
+            causes = require(rollout.rewards.causes)
+            is_masked = (ratios == 0) & (causes < 0)
+            rollout.rewards.causes = torch.where(is_masked, CAUSES.index("engine_ratios"), causes)
         return scores
 
     @property
@@ -144,7 +149,14 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
         loss, metrics = RLOO.loss(
-            LossInputs(scores.logps, require(inputs.old_logps), require(inputs.advantages), mask),
+            LossInputs(
+                scores.logps,
+                require(inputs.old_logps),
+                require(inputs.advantages),
+                mask,
+                causes=inputs.rewards.causes,
+                n_sampled=inputs.n_sampled,
+            ),
             LossOptions(self.epsilon_low, self.epsilon_high),
         )
         if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps

@@ -28,7 +28,7 @@ from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
-from ...rollout.estimates import Estimates, set_estimates, weighted_sum
+from ...rollout.estimates import Estimates, lost_by_reward, set_estimates, weighted_sum
 from ...rollout.groups import GroupExchange, group_exchange
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Rollout, TRLInputs, require
@@ -352,8 +352,9 @@ class MultimodalTrainer(BaseTrainer):
         rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
         shaped = self._shape_rewards(rewards)
         estimates = self._compare_rewards(rollout, rewards, shaped, group_ids)
-        set_estimates(rollout, estimates, self.accelerator)
-        self._rollout_log.measure_groups(rollout, rewards, group_ids, estimates.has_signal)
+        causes = lost_by_reward(estimates, rewards, shaped, group_ids, self.args.compares_groups)
+        set_estimates(rollout, estimates, causes, self.accelerator)
+        self._rollout_log.measure_groups(rollout, rewards, group_ids)
         self._rollout_log.add(rollout, rewards, estimates)
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:

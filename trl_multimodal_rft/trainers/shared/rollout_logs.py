@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from ...algorithms.metrics import MetricLog
+from ...algorithms.signal import CAUSES
 from ...checks.media_contribution import media_contribution
 from ...data.rows.columns import strip_media
 from ...data.rows.labels import class_names
@@ -86,11 +87,11 @@ class RolloutLog:
         if args.log_completions:
             self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
         if self.run.reward_functions.names:
-            self.hint = EqualRewardsHint(grouped=args.compares_groups, by_steps=args.reads_steps)
+            self.hint = SignalHint(args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
         """
-        Yields callbacks for metrics, for hints about equal rewards, and for logs of media, which TRL's scheduler
+        Yields callbacks for metrics, for hints about the signal, and for logs of media, which TRL's scheduler
         publishes.
         """
         yield ReadMetrics(self.run.metrics)
@@ -150,14 +151,12 @@ class RolloutLog:
                 rewards=dict(zip(self.run.reward_functions.names, rewards, strict=True)),
             )
 
-    def measure_groups(
-        self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor, has_signal: torch.Tensor
-    ) -> None:
+    def measure_groups(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> None:
         """
-        Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, groups without
-        signal (for a hint), and pass rates of rows (for difficulty sampling).
+        Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, and pass rates
+        of rows (for difficulty sampling).
 
-        Shapes: `rewards`, `group_ids`, and `has_signal` of each completion's group, all `(N,)` of all ranks.
+        Shapes: `rewards` and `group_ids` of all ranks' completions, both `(N,)`.
         """
         run = self.run
         per_func = require(rollout.rewards.per_func)
@@ -168,8 +167,6 @@ class RolloutLog:
             bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.reward_functions.names)]
             outside = out_of_range(bounded_rewards, group_ids, bounds)
             rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
-        if run.is_training and self.hint is not None:
-            self.hint.record_rewards(rewards, has_signal, run.step)
         if difficulty_sampler is not None and run.is_training:
             row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
             difficulty_sampler.update_pass_rates(
@@ -262,56 +259,70 @@ def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, floa
     return constant
 
 
-class EqualRewardsHint(TrainerCallback):
-    """
-    Callback that warns once if all rewards stay equal for `patience` steps, and once per reward function with such
-    rewards.
+# What to do where a cause of [`~algorithms.signal.CAUSES`] has taken the signal from all tokens
+_REMEDIES = {
+    "no_reward": "No reward function returns a number for the completions: look at its conditions and at the rows.",
+    "equal_rewards": "All completions of a prompt have the same reward. Look at the completions "
+    "(`log_completions=True`): whether the reward functions find the answer, whether `max_completion_length` cuts it "
+    "off, and whether the task is too hard or too easy for this model. A higher `temperature` and more "
+    "`num_generations` make completions more diverse.",
+    "clipped_rewards": "Rewards differ only outside of `reward_clip_range`; set a wider range.",
+    "estimator": "Rewards differ, but all advantages are 0: choose another `advantage_estimator`, or other settings "
+    "of it.",
+    "truncation": "All completions are cut off, and `mask_truncated_completions` leaves them out: raise "
+    "`max_completion_length`.",
+    "entropy_filter": "`top_entropy_quantile` leaves out all tokens; raise it.",
+    "off_policy_mask": "The policy has moved too far from the one that sampled; raise `off_policy_mask_threshold`, or "
+    "lower `learning_rate` or `num_iterations`.",
+    "engine_ratios": "The probabilities of the engine and of the trainer are too far apart: see "
+    "`sampling/sampling_logp_difference/mean`, and raise `vllm_importance_sampling_clip_max`.",
+    "trust_region": "The loss clips the ratios of all tokens; lower `learning_rate` or `num_iterations`, or raise "
+    "`epsilon`.",
+}
 
-    With `grouped`, rewards are compared within groups. With `by_steps`, advantages depend on the positions of rewards
-    in a completion, so equal rewards may have a signal, and the only warning is about advantages that all stay 0.
+
+def steps_without_signal(history: list[dict[str, float]]) -> int:
+    """Returns the number of the last steps of a run in which no token had a signal, see [`~algorithms.signal`]."""
+    first_step = None
+    for logs in reversed(history):
+        if logs.get("signal/tokens", 0.0) > 0:
+            first_step = logs["step"]
+            break
+    last_step = next((logs["step"] for logs in reversed(history) if "signal/tokens" in logs), 0)
+    return int(last_step - (first_step or 0))
+
+
+class SignalHint(TrainerCallback):
+    """
+    Callback that warns once if no token has a learning signal for `patience` steps, with what took it, and once per
+    reward function that gives all completions the same reward for as long. With `by_steps`, advantages depend on the
+    positions of rewards in a completion, so that equal sums of a function aren't looked at.
     """
 
-    def __init__(self, grouped: bool, by_steps: bool = False, patience: int = 8):
-        self.grouped = grouped
+    def __init__(self, by_steps: bool = False, patience: int = 8):
         self.patience = patience
         self.by_steps = by_steps
-        # Functions of earlier warnings; `None` stands for all functions
+        # Functions of earlier warnings; `None` stands for the signal of all
         self._warned_functions: set[str | None] = set()
-        self._equal_since: int | None = None  # the step before rewards became equal
-
-    def record_rewards(self, rewards: torch.Tensor, has_signal: torch.Tensor, step: int) -> None:
-        """
-        Records whether the rewards of a rollout differ or, with `grouped`, whether any group has a signal. Logs don't
-        tell whether rewards differ, because RLOO's logged rewards include the KL penalty, as in TRL.
-
-        Shapes: `rewards`, and `has_signal` of each completion's group, `(N,)`, of all ranks.
-        """
-        numbers = rewards[~rewards.isnan()]
-        differs = has_signal if self.grouped else (numbers - numbers.mean()).abs() > 1e-6 * numbers.mean().abs()
-        # Keeps the step before rewards became equal. `None` if they differ, or if all are NaN
-        self._equal_since = (
-            None if differs.any() or not len(numbers) else step if self._equal_since is None else self._equal_since
-        )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         history = state.log_history
-        n_equal_steps = (
-            0 if None in self._warned_functions or self._equal_since is None else state.global_step - self._equal_since
-        )
+        n_lost_steps = 0 if None in self._warned_functions else steps_without_signal(history)
         # By function: the number of steps, and the reward
         steps_and_rewards = {} if self.by_steps else constant_rewards(history)
         constant = {name: pair for name, pair in steps_and_rewards.items() if pair[0] >= self.patience}
-        if n_equal_steps >= self.patience:
+        if n_lost_steps >= self.patience:
             self._warned_functions |= {None, *constant}
-            equal = "an advantage of 0" if self.by_steps else "the same reward"
-            mean_reward = next(logs["reward"] for logs in reversed(history) if "reward" in logs)
+            logs = next(logs for logs in reversed(history) if "signal/tokens" in logs)
+            shares = {cause: logs[f"signal/{cause}"] for cause in CAUSES}
+            main_cause = max(CAUSES, key=lambda cause: shares[cause])
+            lost_shares = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
+            mean_reward = next((logs["reward"] for logs in reversed(history) if "reward" in logs), math.nan)
             logger.warning(
-                f"All completions{' of a prompt' if self.grouped else ''} have had {equal} for {n_equal_steps} steps "
-                f"(mean {mean_reward:.3g}{functions}), so the model learns nothing. Look at the completions "
-                "(`log_completions=True`): whether the reward functions find the answer, whether "
-                "`max_completion_length` cuts it off, and whether the task is too hard or too easy for this model. A "
-                "higher `temperature` and more `num_generations` make completions more diverse."
+                f"No token has had a learning signal for {n_lost_steps} steps (mean reward {mean_reward:.3g}"
+                f"{functions}), so the model learns nothing from rewards. Shares of tokens by what took it "
+                f"(`signal/*`): {lost_shares}. {_REMEDIES[main_cause]}"
             )
         for name in constant.keys() - self._warned_functions:
             self._warned_functions.add(name)
