@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
-import ast
 import inspect
 import os
 import pkgutil
@@ -9,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import tomllib
 import warnings
 from dataclasses import MISSING, fields
@@ -18,9 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
+import guard
 import house
 import pytest
 import torch
+from guard import Upstream, names, trl_of
 from helpers.folders import ROOT, TESTS
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
@@ -92,14 +92,6 @@ def test_called_function_takes_these_parameters(path):
     found = inspect.signature(resolve_name(path)).parameters.keys()
     missing = [name for name in CALLED[path].replace("/", "").split() if found.isdisjoint(name.split("|"))]
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
-
-
-def names(paths) -> set[str]:
-    return {path.split(".")[-1] for path in paths}
-
-
-def trl_of(trainer):
-    return next(base for base in trainer.__mro__ if base.__module__.startswith("trl."))
 
 
 @pytest.mark.parametrize("name", house.trainers())
@@ -214,14 +206,15 @@ def test_trl_builds_on_the_methods_that_are_overridden(name):
         assert re.search(rf"self\.{method}\b(?! =)", source), f"nothing calls {method}"
 
 
-# Options that only replaced methods read
+# Options that only replaced code of TRL reads, see `guard.py`
 
 
-IN_PART = {"_get_per_token_logps_and_entropies", "_prepare_dataset"}  # overrides that call TRL's for some inputs alone
 ENCODING = "the package encodes prompts and completions with media itself, in `encoding/`"
 LOADING = "rows are read, sharded and ordered by `rollout/stream.py`"
 TOOLS = "TRL's attribute of tools and environments; those arguments are read by `rollout/environments.py`"
-# Names that methods of TRL read, and that nothing reads once a trainer replaces these methods, with the reason
+LOSS = "the loss is the package's; TRL's runs with `compute_loss_func` and prompt learning alone"
+PUSH = "`BaseTrainer._save_checkpoint` writes and pushes checkpoints"
+# Names that replaced code of TRL reads, and that the package doesn't read, with the reason
 UNREAD = {
     "_is_vlm": ENCODING,
     "_is_vision_dataset": ENCODING,
@@ -229,88 +222,49 @@ UNREAD = {
     "_video_pad_token_id": ENCODING,
     "_tokenizer": ENCODING,
     "model_kwarg_keys": ENCODING,
+    "chat_template": ENCODING,
     "_eval_dataloaders": LOADING,
     "_signature_columns": LOADING,
     "_train_batch_size": LOADING,
     "train_batch_size": LOADING,
+    "process_index": LOADING,
+    "data_collator": LOADING,
     "length_column_name": "strategies that order rows by length raise an error",
     "dataloader_pin_memory": "nothing is pinned, as with `False`; a default of `True` can't be told from a choice",
+    "use_transformers_continuous_batching": "TRL's constructor makes `continuous_batching_config`, which is read",
     "_async_tool_dicts": TOOLS,
     "_sync_tool_dicts": TOOLS,
+    "_tool_dict": TOOLS,
     "_standalone_tools": TOOLS,
     "_env_tools": TOOLS,
     "_environment_pool": TOOLS,
     "environment_factories": TOOLS,
+    "environments": TOOLS,
     "_batch_environments": TOOLS,
     "_multi_environment": TOOLS,
     "_entropy_window_stats": "sums of an optimizer step, which `algorithms/entropy.py` keeps",
     "_forward_redirection": "the hidden states of the teacher come from `forward/`",
+    "_dist": "`trainers/shared/engine.py` makes its own",
+    "_last_loaded_step": "the engine knows which weights it has",
+    "is_deepspeed_enabled": "the package prepares the teacher itself, as a reference",
+    "is_fsdp_enabled": "the package scores the reference's log-probabilities itself",
+    "hp_search_backend": PUSH,
+    "parallel_mode": PUSH,
+    "_tp_size": "tensor parallelism is an error",
+    "hf_deepspeed_config": "tensor parallelism is an error",
+    "label_smoother": LOSS,
+    "model_accepts_loss_kwargs": LOSS,
 }
 
 
-def reads_of(method) -> set[str]:
-    """Returns the names `x` that a method reads as `self.x`, `args.x`, `self.args.x` or `getattr(args, "x")`."""
-    owners = ("self", "args", "self.args")
-    found = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found |= {node.attr} if ast.unparse(node.value) in owners else set()
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            found |= {ast.literal_eval(node.args[1])} if ast.unparse(node.args[0]) in owners else set()
-    return found
-
-
 @cache
-def imported_by(module: str) -> set[str]:
-    known = house.modules()
-    outside = tuple(f"{house.PACKAGE.name}.{name}" for name in ("extras", "lightrft"))
-    return {name for name in house.imports(known[module], known) if not name.startswith(outside)}
-
-
-@cache
-def modules_below(module: str) -> set[str]:
-    """Returns a module of the package and those that it imports, at any depth, but for what no training needs."""
-    reached = set()
-    waiting = {module}
-    while waiting:
-        name = waiting.pop()
-        reached.add(name)
-        waiting |= imported_by(name) - reached
-    return reached
-
-
-@cache
-def names_in(module: str) -> set[str]:
-    """Returns the attributes that a module reads, and its texts, such as the keys of a table of options."""
-    nodes = list(ast.walk(house.tree_of(house.modules()[module])))
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return attributes | texts
-
-
-def unread(name: str) -> dict[str, str]:
-    """Returns names that only replaced methods of TRL read, or methods that only these call, with such a method."""
-    trainer = house.trainers()[name]
-    trl = trl_of(trainer)
-    source = "".join(inspect.getsource(base) for base in trainer.__mro__ if house.is_own(base))
-    read = set().union(*map(names_in, modules_below(trainer.__module__)))
-    waiting = [each for each in names(OVERRIDDEN[name]) if each in IN_PART or f"super().{each}(" not in source]
-    replaced = {*waiting}
-    found = {}
-    while waiting:
-        method = waiting.pop()
-        for each in reads_of(getattr(trl, method)) - read - replaced:
-            if inspect.isfunction(getattr(trl, each, None)):
-                replaced.add(each)
-                waiting.append(each)
-            else:
-                found[each] = method
-    return found
+def unread(name: str, upstream: Upstream = guard.INSTALLED) -> dict[str, str]:
+    return guard.unread(guard.Replaced(upstream, name))
 
 
 @pytest.mark.parametrize("name", house.trainers())
-def test_no_option_is_swallowed_with_the_method_that_reads_it(name):
-    """An option that acts only in a method of TRL that a trainer replaces would be accepted, and do nothing."""
+def test_no_option_is_swallowed_with_the_code_that_reads_it(name):
+    """An option that acts only in code of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
     assert not swallowed, (
         "read them, refuse them in `trainers/shared/arguments.py`, or add them to UNREAD, with the reason"
@@ -321,27 +275,90 @@ def test_no_exception_is_left_over():
     assert set().union(*map(unread, house.trainers())) == UNREAD.keys()
 
 
-@pytest.mark.parametrize("name", house.trainers())
-def test_one_more_option_of_trl_is_found(name, monkeypatch):
-    """In a method that is replaced, and in a method that only this one calls; not in one that still runs."""
+def planted(name: str, *changes: tuple[str, str], below: str = "") -> dict[str, str]:
+    """Returns what the guard finds once texts of TRL's trainer are replaced by others, and `below` is added."""
+    module = trl_of(house.trainers()[name]).__module__
+    text = guard.text_of(module)
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    found = unread(name, Upstream({module: text + below}))
+    return {each: method for each, method in found.items() if each not in UNREAD}
 
-    def get_train_dataloader(self):
-        self.new_state = self.args.new_option + self.new_method()
-        return getattr(self.args, "new_option_by_name", None)
 
-    def new_method(self):
-        args = self.args
-        return args.new_option_below
+ADVANTAGES = "            advantages = rewards - mean_grouped_rewards\n"
+SET_BY_TRL = "        self.scale_rewards = args.scale_rewards\n"
+HELPER = "\n\ndef _gained(rewards, args):\n    return rewards * getattr(args, 'gain', 0) + _more(args)\n"
+HELPER += "\n\ndef _more(options):\n    return options.more\n"
+OVERRIDES = "    def get_train_dataloader(self):\n"
 
-    def train(self):
-        return self.args.new_option_that_acts
 
-    trl = trl_of(house.trainers()[name])
-    for method in (get_train_dataloader, new_method, train):
-        monkeypatch.setattr(trl, method.__name__, method, raising=False)
-    found = {each: method for each, method in unread(name).items() if each not in UNREAD}
-    of_loader = dict.fromkeys(["new_option", "new_option_by_name"], "get_train_dataloader")
-    assert found == {**of_loader, "new_option_below": "new_method"}
+@pytest.mark.parametrize(
+    ("name", "changes", "below", "expected"),
+    [
+        pytest.param(
+            "GRPO",
+            [(ADVANTAGES, "            rewards = rewards * self.args.gain\n" + ADVANTAGES)],
+            "",
+            {"gain": "_generate_and_score_completions"},
+            id="in the replaced method",
+        ),
+        pytest.param(
+            "PPO",
+            [(ADVANTAGES, "            rewards = rewards * self.args.scale\n" + ADVANTAGES)],
+            "",
+            {"scale": "_generate_and_score_completions"},
+            id="under a common name",
+        ),
+        pytest.param(
+            "GRPO",
+            [(ADVANTAGES, "            rewards = _gained(rewards, self.args)\n" + ADVANTAGES)],
+            HELPER,
+            {"gain": "_generate_and_score_completions", "more": "_generate_and_score_completions"},
+            id="by functions that get the config",
+        ),
+        pytest.param(
+            "GRPO",
+            [(ADVANTAGES, "            rewards *= self.gain\n" + ADVANTAGES), (SET_BY_TRL, "        self.gain = args.g\n")],
+            "",
+            {"g": "_generate_and_score_completions"},
+            id="by an attribute of the constructor",
+        ),
+        pytest.param(
+            "RLOO",
+            [("                generation_kwargs=args.generation_kwargs,\n", "                gain=args.gain,\n")],
+            "",
+            {"gain": "__init__"},
+            id="by the engine",
+        ),
+        pytest.param(
+            "DPO",
+            [("                    processor=processing_class,\n", "                    gain=args.gain,\n")],
+            "",
+            {"gain": "__init__"},
+            id="by the collator",
+        ),
+        pytest.param(
+            "Distillation",
+            [("        # Chunked JSD path", "        self.args.gain\n        # Chunked JSD path")],
+            "",
+            {"gain": "_compute_loss"},
+            id="in the loss",
+        ),
+        pytest.param(
+            "GRPO",
+            [(OVERRIDES, OVERRIDES + "        self.new()\n\n    def new(self):\n        given = self.args\n        given.gain\n")],
+            "",
+            {"gain": "new"},
+            id="in a method that only a replaced one calls",
+        ),
+        pytest.param(
+            "KTO", [("    def compute_loss(", "    def more(self):\n        self.args.gain\n\n    def compute_loss(")], "", {}, id="in a method that runs"
+        ),
+    ],
+)  # fmt: skip
+def test_one_more_swallowed_option_of_trl_is_found(name, changes, below, expected):
+    assert planted(name, *changes, below=below) == expected
 
 
 def test_sampler_draws_one_order_an_epoch():
