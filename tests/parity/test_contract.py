@@ -275,90 +275,60 @@ def test_no_exception_is_left_over():
     assert set().union(*map(unread, house.trainers())) == UNREAD.keys()
 
 
-def planted(name: str, *changes: tuple[str, str], below: str = "") -> dict[str, str]:
-    """Returns what the guard finds once texts of TRL's trainer are replaced by others, and `below` is added."""
-    module = trl_of(house.trainers()[name]).__module__
-    text = guard.text_of(module)
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new, 1)
-    found = unread(name, Upstream({module: text + below}))
-    return {each: method for each, method in found.items() if each not in UNREAD}
+def line(code: str, level: int = 1) -> str:
+    return "    " * level + code + "\n"
 
 
-ADVANTAGES = "            advantages = rewards - mean_grouped_rewards\n"
-SET_BY_TRL = "        self.scale_rewards = args.scale_rewards\n"
+ADVANTAGES = line("advantages = rewards - mean_grouped_rewards", 3)
+SET_BY_TRL = line("self.scale_rewards = args.scale_rewards", 2)
+TO_ENGINE = line("generation_kwargs=args.generation_kwargs,", 4)
+TO_COLLATOR = line("processor=processing_class,", 5)
+CHUNKED = line("# Chunked JSD path: project the teacher/student hidden states", 2)[:-1]
+LOADER = line("def get_train_dataloader(self):")
+LOSS_OF_KTO = line("def compute_loss(")[:-1]
 HELPER = "\n\ndef _gained(rewards, args):\n    return rewards * getattr(args, 'gain', 0) + _more(args)\n"
 HELPER += "\n\ndef _more(options):\n    return options.more\n"
-OVERRIDES = "    def get_train_dataloader(self):\n"
+NEW = (
+    line("def get_eval_dataloader(self, eval_dataset=None):")
+    + line("self.new()\n", 2)
+    + line("def new(self):")
+    + line("given = self.args", 2)
+)
+NEW += line("given.gain\n", 2)
+IN_ROLLOUT = "_generate_and_score_completions"
+PLANTS = {
+    "in the replaced method": ("GRPO", {ADVANTAGES: line("self.args.gain", 3)}, "", {"gain": IN_ROLLOUT}),
+    "under a common name": ("PPO", {ADVANTAGES: line("self.args.scale", 3)}, "", {"scale": IN_ROLLOUT}),
+    "by functions that get the config": (
+        "GRPO",
+        {ADVANTAGES: line("_gained(rewards, self.args)", 3)},
+        HELPER,
+        {"gain": IN_ROLLOUT, "more": IN_ROLLOUT},
+    ),
+    "by an attribute of the constructor": (
+        "GRPO",
+        {ADVANTAGES: line("self.gain", 3), SET_BY_TRL: line("self.gain = args.length_gain", 2)},
+        "",
+        {"length_gain": IN_ROLLOUT},
+    ),
+    "by the engine": ("RLOO", {TO_ENGINE: line("gain=args.gain,", 4)}, "", {"gain": "__init__"}),
+    "by the collator": ("DPO", {TO_COLLATOR: line("gain=args.gain,", 5)}, "", {"gain": "__init__"}),
+    "in the loss": ("Distillation", {CHUNKED: line("self.args.gain", 2)}, "", {"gain": "_compute_loss"}),
+    "in a method that only a replaced one calls": ("GRPO", {LOADER: NEW}, "", {"gain": "new"}),
+    "in a method that runs": ("KTO", {LOSS_OF_KTO: line("def more(self):") + line("self.args.gain\n", 2)}, "", {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "below", "expected"),
-    [
-        pytest.param(
-            "GRPO",
-            [(ADVANTAGES, "            rewards = rewards * self.args.gain\n" + ADVANTAGES)],
-            "",
-            {"gain": "_generate_and_score_completions"},
-            id="in the replaced method",
-        ),
-        pytest.param(
-            "PPO",
-            [(ADVANTAGES, "            rewards = rewards * self.args.scale\n" + ADVANTAGES)],
-            "",
-            {"scale": "_generate_and_score_completions"},
-            id="under a common name",
-        ),
-        pytest.param(
-            "GRPO",
-            [(ADVANTAGES, "            rewards = _gained(rewards, self.args)\n" + ADVANTAGES)],
-            HELPER,
-            {"gain": "_generate_and_score_completions", "more": "_generate_and_score_completions"},
-            id="by functions that get the config",
-        ),
-        pytest.param(
-            "GRPO",
-            [(ADVANTAGES, "            rewards *= self.gain\n" + ADVANTAGES), (SET_BY_TRL, "        self.gain = args.g\n")],
-            "",
-            {"g": "_generate_and_score_completions"},
-            id="by an attribute of the constructor",
-        ),
-        pytest.param(
-            "RLOO",
-            [("                generation_kwargs=args.generation_kwargs,\n", "                gain=args.gain,\n")],
-            "",
-            {"gain": "__init__"},
-            id="by the engine",
-        ),
-        pytest.param(
-            "DPO",
-            [("                    processor=processing_class,\n", "                    gain=args.gain,\n")],
-            "",
-            {"gain": "__init__"},
-            id="by the collator",
-        ),
-        pytest.param(
-            "Distillation",
-            [("        # Chunked JSD path", "        self.args.gain\n        # Chunked JSD path")],
-            "",
-            {"gain": "_compute_loss"},
-            id="in the loss",
-        ),
-        pytest.param(
-            "GRPO",
-            [(OVERRIDES, OVERRIDES + "        self.new()\n\n    def new(self):\n        given = self.args\n        given.gain\n")],
-            "",
-            {"gain": "new"},
-            id="in a method that only a replaced one calls",
-        ),
-        pytest.param(
-            "KTO", [("    def compute_loss(", "    def more(self):\n        self.args.gain\n\n    def compute_loss(")], "", {}, id="in a method that runs"
-        ),
-    ],
-)  # fmt: skip
-def test_one_more_swallowed_option_of_trl_is_found(name, changes, below, expected):
-    assert planted(name, *changes, below=below) == expected
+@pytest.mark.parametrize(("name", "added", "below", "expected"), PLANTS.values(), ids=PLANTS)
+def test_one_more_swallowed_option_of_trl_is_found(name, added, below, expected):
+    """Plants code in a copy of TRL's trainer, before texts of it, and below it."""
+    module = trl_of(house.trainers()[name]).__module__
+    text = guard.text_of(module)
+    for before, code in added.items():
+        assert before in text
+        text = text.replace(before, code + before, 1)
+    found = unread(name, Upstream({module: text + below}))
+    assert {each: method for each, method in found.items() if each not in UNREAD} == expected
 
 
 def test_sampler_draws_one_order_an_epoch():

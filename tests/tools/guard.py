@@ -497,8 +497,8 @@ def own_reads(name: str) -> frozenset[str]:
 
 def unread(replaced: Replaced) -> dict[str, str]:
     """
-    Returns names that replaced code of TRL reads and this package doesn't, each with a method that reads it. Attributes
-    that TRL's constructor makes of options stand for these options.
+    Returns names that replaced code of TRL reads and this package doesn't, each with a method that reads it. The
+    attributes that TRL's constructor makes of options stand for these options.
     """
     read = own_reads(replaced.name) | replaced.methods.keys() | {"args"}
     options = replaced.options_by_attribute
@@ -521,20 +521,56 @@ def helpers(upstream: Upstream, code: list[Code]) -> dict[tuple[str, str], Code]
         each = waiting.pop()
         for node in each.walk():
             resolved = upstream.resolve(each.module, node.id) if isinstance(node, ast.Name) else None
-            if resolved is None or (resolved[0], resolved[1].name) in found:
-                continue
-            home, definition = resolved
-            found[home, definition.name] = Code(definition.name, home, tuple(definition.body))
-            waiting.append(found[home, definition.name])
+            if resolved is not None and (resolved[0], resolved[1].name) not in found:
+                home, definition = resolved
+                found[home, definition.name] = Code(definition.name, home, tuple(definition.body))
+                waiting.append(found[home, definition.name])
     return found
 
 
 @cache
-def taken_from_trl() -> frozenset[tuple[str, str]]:
-    """Returns the functions and classes of TRL that this package imports, by their modules and names."""
-    found = set()
+def taken_from_trl() -> dict[tuple[str, str], Code]:
+    """Returns the functions and classes of TRL that this package takes, and those that they name, at any depth."""
+    found = {}
     for path in house.modules().values():
         for node in ast.walk(house.tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("trl."):
-                found |= {(node.module, each.name) for each in node.names}
-    return frozenset(found)
+            if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] != "trl":
+                continue
+            for each in node.names:
+                home = getattr(getattr(importlib.import_module(node.module), each.name, None), "__module__", "")
+                known = INSTALLED.definitions(home) if home.startswith("trl.") else {}
+                if each.name in known and not each.name.endswith("Trainer"):
+                    found[home, each.name] = Code(each.name, home, tuple(known[each.name].body))
+    return found | helpers(INSTALLED, [*found.values()])
+
+
+def errors(replaced: Replaced) -> set[tuple[str, str]]:
+    """
+    Returns the errors that only replaced code of TRL raises, each as the function that raises it, such as
+    `grpo_trainer._compute_loss`, and the texts of its message, joined by `{}`. An error that is raised again has none.
+    """
+    code = replaced.code_of(replaced.gone)
+    kept = helpers(replaced.upstream, replaced.running).keys() | taken_from_trl().keys()
+    code += [each for key, each in helpers(replaced.upstream, code).items() if key not in kept]
+    return {
+        (f"{each.module.rpartition('.')[2]}.{each.label}", message_of(node))
+        for each in code
+        for node in each.walk()
+        if isinstance(node, ast.Raise) and node.exc is not None
+    }
+
+
+def message_of(node: ast.Raise) -> str:
+    """Returns the message of an error, with `{}` in place of values."""
+    texts = []
+    for part in getattr(node.exc, "args", ())[:1]:
+        for each in part.values if isinstance(part, ast.JoinedStr) else [part]:
+            texts.append(str(each.value) if isinstance(each, ast.Constant) else "{}")
+    return "".join(texts)
+
+
+@cache
+def texts_in(path: str) -> list[str]:
+    """Returns the texts in a file of the package, also the parts of texts with values."""
+    nodes = ast.walk(house.tree_of(house.PACKAGE / path))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
