@@ -57,6 +57,7 @@ from trl_multimodal_rft.trainers.shared.trainer import BaseTrainer
 from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
+    ATTRIBUTES,
     CACHE_NAMES,
     CALLED,
     OVERRIDDEN,
@@ -92,6 +93,54 @@ def test_called_function_takes_these_parameters(path):
     found = inspect.signature(resolve_name(path)).parameters.keys()
     missing = [name for name in CALLED[path].replace("/", "").split() if found.isdisjoint(name.split("|"))]
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
+
+
+# Parameters of TRL's functions that the package doesn't pass. A new one may change what the call should say
+UNPASSED = {
+    "trl.models.utils:_ForwardRedirection.__call__": "args kwargs",
+    "trl.extras.profiling:ProfilingContext": "metric_prefix",
+    "trl.trainer.utils:selective_log_softmax_and_entropy": "row_mask",
+    # The trainer here passes all that it is given
+    "trl.trainer.sft_trainer:SFTTrainer.__init__": (
+        "compute_loss_func compute_metrics preprocess_logits_for_metrics formatting_func"
+    ),
+}
+
+
+@pytest.mark.parametrize("path", [path for path in CALLED if path.startswith("trl")])
+def test_called_function_of_trl_has_no_further_parameters(path):
+    passed = {name for names in CALLED[path].replace("/", "").split() for name in names.split("|")}
+    found = inspect.signature(resolve_name(path)).parameters.keys() - passed - {"self"}
+    assert found == set(UNPASSED.get(path, "").split())
+
+
+# Parameters of TRL's constructors that a trainer doesn't take: PPO's critic scores completions of one turn
+UNTAKEN = {"PPO": {"tools", "rollout_func", "environment_factory"}}
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_constructors_override_and_take_the_parameters_of_trls(name):
+    theirs, ours = (
+        inspect.signature(each.__init__).parameters
+        for each in (trl_of(house.trainers()[name]), house.trainers()[name])
+    )
+    assert theirs.keys() - ours.keys() == UNTAKEN.get(name, set())
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_private_names_of_trl_are_in_the_contract(name):
+    """TRL's classes assign or define each of them, as `guard.py` looks for no others."""
+    attributes, methods = guard.private_names(guard.INSTALLED, name)
+    path = f"{trl_of(house.trainers()[name]).__module__}:{trl_of(house.trainers()[name]).__name__}."
+    listed = set(ATTRIBUTES[path].split())
+    shared = [other for other in house.trainers() if trl_of(house.trainers()[other]) is trl_of(house.trainers()[name])]
+    used = set().union(*(guard.private_names(guard.INSTALLED, other)[0] for other in shared))
+    assert attributes <= listed == used
+    assert methods <= names(CALLED) | names(OVERRIDDEN[name])
+
+
+def test_private_functions_of_trl_are_in_the_contract():
+    assert guard.private_imports() <= {path.removesuffix(".__call__") for path in CALLED}
 
 
 @pytest.mark.parametrize("name", house.trainers())
@@ -417,6 +466,10 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     monkeypatch.setattr("trl.trainer.utils.use_adapter", lambda model: model)
     monkeypatch.delattr("trl.trainer.utils.nanmax")
     monkeypatch.delattr(Trainer, "_init_training_state")
+    attributes = {
+        path: f"{names} _gone" if path.endswith("RLOOTrainer.") else names for path, names in ATTRIBUTES.items()
+    }
+    monkeypatch.setattr("trl_multimodal_rft.versions.ATTRIBUTES", attributes)
     state(tmp_path, monkeypatch, trl="1.99.0")
     with pytest.raises(ImportError) as raised:
         check_versions()
@@ -424,6 +477,7 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     lost = "`adapter_name` of `trl.trainer.utils.use_adapter`, `trl.trainer.utils.nanmax`, "
     lost += "`dim` of `trl.trainer.utils.nanstd`, `keepdim` of `trl.trainer.utils.nanstd`"
     assert f"trl 1.99.0 lacks {lost}" in error
+    assert "`trl.trainer.rloo_trainer.RLOOTrainer._gone`" in error
     assert f"transformers {number} lacks `transformers.Trainer._init_training_state`; " in error
     pins = f'"transformers{bounds()["transformers"]}" "trl{bounds()["trl"]}"'
     assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update {PACKAGE}.")

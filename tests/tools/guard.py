@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -219,6 +220,11 @@ FACTS = {
 # What replaced code is
 
 
+@cache
+def own_source(trainer: type) -> str:
+    return "".join(inspect.getsource(base) for base in trainer.__mro__ if house.is_own(base))
+
+
 @dataclass(frozen=True)
 class Replaced:
     """The code of TRL that a trainer replaces."""
@@ -237,7 +243,7 @@ class Replaced:
     @cached_property
     def overridden(self) -> set[str]:
         """Returns the methods of which none of TRL's code runs, or not on all rows."""
-        source = "".join(inspect.getsource(base) for base in self.trainer.__mro__ if house.is_own(base))
+        source = own_source(self.trainer)
         in_part = IN_PART.get(self.name, set())
         return {name for name in names(OVERRIDDEN[self.name]) if name in in_part or f"super().{name}(" not in source}
 
@@ -508,6 +514,50 @@ def unread(replaced: Replaced) -> dict[str, str]:
             if not name.startswith("__"):
                 found |= dict.fromkeys(options.get(name, {name}) - read, code.label)
     return found
+
+
+# Private names of TRL and transformers
+
+
+def assigned(upstream: Upstream, of: type) -> set[str]:
+    """Returns the attributes that TRL's and transformers' classes of a trainer assign, or have from the start."""
+    found = set()
+    for base in of.__mro__:
+        if base.__module__.split(".")[0] not in ("trl", "transformers"):
+            continue
+        node = upstream.definitions(base.__module__)[base.__name__]
+        found |= {chain(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        found |= {chain(target) for each in node.body if isinstance(each, ast.Assign) for target in each.targets}
+        found |= {
+            each.attr
+            for each in ast.walk(node)
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and chain(each.value) == "self"
+        }
+    return found
+
+
+def private_names(upstream: Upstream, name: str) -> tuple[set[str], set[str]]:
+    """Returns the private attributes and the private methods of TRL and transformers that a trainer here uses."""
+    trainer = house.trainers()[name]
+    trl = trl_of(trainer)
+    own = [house.tree_of(house.modules()[base.__module__]) for base in trainer.__mro__ if house.is_own(base)]
+    stored = {chain(each) for tree in own for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    stored = {text.removeprefix("self.") for text in stored if text.startswith("self.")}
+    used = {each for each in own_calls(trainer) | stored if re.match("_(?!_)", each) and "." not in each}
+    methods = upstream.methods(trl).keys()
+    return used & assigned(upstream, trl) - methods, used & methods
+
+
+def private_imports() -> set[str]:
+    """Returns the private functions and classes that the package imports of TRL and transformers, as `module:name`."""
+    return {
+        f"{node.module}:{each.name}"
+        for path in house.modules().values()
+        for node in ast.walk(house.tree_of(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("trl", "transformers")
+        for each in node.names
+        if each.name.startswith("_") and not node.level
+    }
 
 
 # Errors that replaced code raises
