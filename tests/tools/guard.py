@@ -184,9 +184,11 @@ def split_by_facts(statements: list[ast.stmt], facts: dict[str, bool]) -> tuple[
 
 # What TRL's constructors find here in any case, as conditions in them and their values
 _LOADED = {"isinstance(model, str)": False, "processing_class is None": False, "args is None": False}
-_SAMPLING = {**_LOADED, "self.use_vllm": False, "tools": False, "self.tools": False}
+_SAMPLING = {**_LOADED, "self.use_vllm": False}
+_WITHOUT_TOOLS = {"tools": False, "self.tools": False}
 _GRPO = {
     **_SAMPLING,
+    **_WITHOUT_TOOLS,
     "train_dataset is None": False,
     "environment_factory": False,
     "environment_factory is None": True,
@@ -195,24 +197,24 @@ _GRPO = {
     "rollout_func is not None": False,
 }
 _READING = {**_LOADED, "data_collator is None": False}
-_PREFERENCE = {**_READING, "args.precompute_ref_log_probs": False, "self.precompute_ref_logps": False}
-_OF_ROWS = {"self._is_vision_dataset and (not self._is_vlm)": False}
+_TAKES_MEDIA = {"self._is_vision_dataset and (not self._is_vlm)": False}
+_PREFERENCE = {**_READING, **_TAKES_MEDIA, "args.precompute_ref_log_probs": False}
 FACTS = {
     "GRPO": _GRPO,
     "PPO": _GRPO,
     "RLOO": {**_SAMPLING, "train_dataset is None": False},
-    "Distillation": {**_SAMPLING, "teacher_model is not None": False},
+    "Distillation": {**_SAMPLING, **_WITHOUT_TOOLS, "teacher_model is not None": False},
     "SFT": {
         **_READING,
-        "self._is_vision_dataset and (not self._is_vlm)": False,
+        **_TAKES_MEDIA,
         "args.packing": False,
         "args.assistant_only_loss": False,
         "self._skip_prepare_dataset": True,
         "self.padding_free": False,
         "args.padding_free": False,
     },
-    "DPO": {**_PREFERENCE, **_OF_ROWS, "args.max_length is not None": False, "self.padding_free": False},
-    "KTO": {**_PREFERENCE, **_OF_ROWS},
+    "DPO": {**_PREFERENCE, "args.max_length is not None": False, "self.padding_free": False},
+    "KTO": {**_PREFERENCE, "self.precompute_ref_logps": False},
     "Reward": _READING,
 }
 
