@@ -439,8 +439,10 @@ def modules_below(module: str) -> frozenset[str]:
     return frozenset(reached)
 
 
-def _is_config(owner: str) -> bool:
-    return owner in ("args", "config", "training_args") or owner.endswith((".args", "._args"))
+def _is_config(owner: str, module: str) -> bool:
+    """Returns whether a name stands for a trainer's config; outside of the trainers, `config` is a model's."""
+    in_trainers = module.startswith(f"{house.PACKAGE.name}.trainers.")
+    return owner == "args" or owner.endswith((".args", "._args")) or (owner == "config" and in_trainers)
 
 
 @cache
@@ -451,10 +453,10 @@ def options_read_in(module: str) -> frozenset[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found |= {node.attr} if _is_config(chain(node.value)) else set()
+            found |= {node.attr} if _is_config(chain(node.value), module) else set()
         elif isinstance(node, ast.Call) and chain(node.func) == "getattr":
             owner = chain(node.args[0])
-            found |= _read_by_name(node, {owner} if _is_config(owner) else (), loops)
+            found |= _read_by_name(node, {owner} if _is_config(owner, module) else (), loops)
     short = module.removeprefix(f"{house.PACKAGE.name}.")
     for path, prefix in TABLES.items():
         if path.startswith(f"{short}:"):
