@@ -105,8 +105,15 @@ CALLED = {
     DISTILLATION + "_get_eval_sampler": "self eval_dataset /",
     GRPO + "get_high_entropy_mask": "self entropies mask threshold /",
     GRPO + "_get_eval_sampler": "self eval_dataset /",
+    # Reward functions call them
+    GRPO + "_log_completion_extra": "self column values /",
+    GRPO + "_log_metric": "self name value /",
+    RLOO + "_log_completion_extra": "self column values /",
+    RLOO + "_log_metric": "self name value /",
     SFT + "_get_eval_sampler": "self eval_dataset /",
     "transformers:Trainer._get_output_dir": "self trial /",
+    "transformers:Trainer._determine_best_metric": "self metrics trial /",
+    "transformers:Trainer._prepare_inputs": "self inputs /",
     # Functions that write and push a checkpoint
     "transformers:Trainer._save_optimizer_and_scheduler": "self output_dir /",
     "transformers:Trainer._save_scaler": "self output_dir /",
@@ -138,6 +145,9 @@ CALLED = {
     "transformers.core_model_loading:WeightTransform.rename_source_key": "self source_key /",
     "transformers.modeling_utils:log_state_dict_report": "model pretrained_model_name_or_path / loading_info",
     "transformers.integrations.peft:log_state_dict_report": "model pretrained_model_name_or_path / loading_info",
+    "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe:_get_feat_extract_output_lengths": (
+        "input_lengths n_window /"
+    ),
     "peft.utils.integrations:dequantize_bnb_weight": "weight /",
     "trl.trainer.utils:get_config_model_id": "config /",
     "trl.trainer.utils:get_callable_name": "func /",
@@ -166,6 +176,23 @@ CALLED = {
     "transformers.masking_utils:create_masks_for_generate": (
         "config inputs_embeds attention_mask cache|past_key_values position_ids"
     ),
+}
+
+# Private attributes of TRL's trainers, and of transformers' below them, that this package reads or sets
+_OF_ALL = "_metrics _name _paper _tag_names"
+_OF_SAMPLING = f"{_OF_ALL} _buffered_inputs _logs _step"
+_OF_REWARDS = f"{_OF_SAMPLING} _pending_extra_logs _pending_metrics"
+_OF_READING = f"{_OF_ALL} _total_train_tokens"
+ATTRIBUTES = {
+    GRPO: (
+        f"{_OF_REWARDS} _created_lr_scheduler _entropy_bonus_enabled _env_tools _environment_pool _last_world_entropy"
+    ),
+    RLOO: _OF_REWARDS,
+    DISTILLATION: _OF_SAMPLING,
+    SFT: f"{_OF_READING} _loss_shifts_labels",
+    DPO: f"{_OF_READING} _is_vision_dataset",
+    KTO: f"{_OF_READING} _is_vision_dataset",
+    REWARD: _OF_READING,
 }
 
 
@@ -229,7 +256,21 @@ def missing_parts() -> dict[str, str]:
             lost = first.split()[sum(parameter.kind <= parameter.VAR_POSITIONAL for parameter in available.values()) :]
             lost += [name for name in by_name.split() if available.keys().isdisjoint(name.split("|"))]
             missing[package] += [f"`{name}` of `{label}`" for name in lost]
+    if "trl" in missing:
+        missing["trl"] += missing_attributes()
     return {name: "lacks " + ", ".join(parts) for name, parts in missing.items() if parts}
+
+
+def missing_attributes() -> list[str]:
+    """Returns the private attributes in [`ATTRIBUTES`] that no class of a trainer has or sets as `self.name`."""
+    missing = []
+    for path, names in ATTRIBUTES.items():
+        trainer = pkgutil.resolve_name(path.removesuffix("."))
+        source = "".join(inspect.getsource(base) for base in trainer.__mro__ if base is not object)
+        for name in names.split():
+            if not hasattr(trainer, name) and not re.search(rf"self\.{name}\b[^=\n]* = ", source):
+                missing.append(f"`{path.replace(':', '.')}{name}`")
+    return missing
 
 
 @lru_cache

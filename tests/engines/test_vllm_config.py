@@ -93,6 +93,13 @@ def test_the_length_is_set_once(tmp_path):
     MultimodalGRPOConfig(str(tmp_path), use_vllm=True, vllm_engine_kwargs=engine)
 
 
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "rloo"])
+def test_mode_of_ratios_is_one_of_trls(kind, tmp_path):
+    """TRL raises this error after sampling."""
+    with pytest.raises(ValueError, match="`vllm_importance_sampling_mode` must be .*'sequence_mask'.*, got 'tokens'"):
+        CONFIGS[kind](str(tmp_path), vllm_importance_sampling_mode="tokens")
+
+
 def test_servers_are_asked_ahead(tmp_path):
     server = {"use_vllm": True, "vllm_mode": "server", "use_cpu": True, "bf16": False}
     for config_class in (CONFIGS[kind] for kind in ("grpo", "rloo", "ppo")):

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The parts of TRL, transformers and torch that this package depends on. A failure names the change of a release."""
 
-import ast
 import inspect
 import os
 import pkgutil
@@ -9,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import tomllib
 import warnings
 from dataclasses import MISSING, fields
@@ -18,9 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
 
+import guard
 import house
 import pytest
 import torch
+from guard import Upstream, names, trl_of
 from helpers.folders import ROOT, TESTS
 from helpers.processes import PATIENCE
 from helpers.trainer_utils import length_and_sum, load, text_rows
@@ -57,6 +57,7 @@ from trl_multimodal_rft.trainers.shared.trainer import BaseTrainer
 from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
+    ATTRIBUTES,
     CACHE_NAMES,
     CALLED,
     OVERRIDDEN,
@@ -94,12 +95,52 @@ def test_called_function_takes_these_parameters(path):
     assert not missing, f"{path} takes no {', '.join(sorted(missing))}"
 
 
-def names(paths) -> set[str]:
-    return {path.split(".")[-1] for path in paths}
+# Parameters of TRL's functions that the package doesn't pass. A new one may change what the call should say
+UNPASSED = {
+    "trl.models.utils:_ForwardRedirection.__call__": "args kwargs",
+    "trl.extras.profiling:ProfilingContext": "metric_prefix",
+    "trl.trainer.utils:selective_log_softmax_and_entropy": "row_mask",
+    # The trainer here passes all that it is given
+    "trl.trainer.sft_trainer:SFTTrainer.__init__": (
+        "compute_loss_func compute_metrics preprocess_logits_for_metrics formatting_func"
+    ),
+}
 
 
-def trl_of(trainer):
-    return next(base for base in trainer.__mro__ if base.__module__.startswith("trl."))
+@pytest.mark.parametrize("path", [path for path in CALLED if path.startswith("trl")])
+def test_called_function_of_trl_has_no_further_parameters(path):
+    passed = {name for names in CALLED[path].replace("/", "").split() for name in names.split("|")}
+    found = inspect.signature(resolve_name(path)).parameters.keys() - passed - {"self"}
+    assert found == set(UNPASSED.get(path, "").split())
+
+
+# Parameters of TRL's constructors that a trainer doesn't take: PPO's critic scores completions of one turn
+UNTAKEN = {"PPO": {"tools", "rollout_func", "environment_factory"}}
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_constructors_override_and_take_the_parameters_of_trls(name):
+    theirs, ours = (
+        inspect.signature(each.__init__).parameters
+        for each in (trl_of(house.trainers()[name]), house.trainers()[name])
+    )
+    assert theirs.keys() - ours.keys() == UNTAKEN.get(name, set())
+
+
+@pytest.mark.parametrize("name", house.trainers())
+def test_private_names_of_trl_are_in_the_contract(name):
+    """TRL's classes assign or define each of them, as `guard.py` looks for no others."""
+    attributes, methods = guard.private_names(guard.INSTALLED, name)
+    path = f"{trl_of(house.trainers()[name]).__module__}:{trl_of(house.trainers()[name]).__name__}."
+    listed = set(ATTRIBUTES[path].split())
+    shared = [other for other in house.trainers() if trl_of(house.trainers()[other]) is trl_of(house.trainers()[name])]
+    used = set().union(*(guard.private_names(guard.INSTALLED, other)[0] for other in shared))
+    assert attributes <= listed == used
+    assert methods <= names(CALLED) | names(OVERRIDDEN[name])
+
+
+def test_private_functions_of_trl_are_in_the_contract():
+    assert guard.private_imports() <= {path.removesuffix(".__call__") for path in CALLED}
 
 
 @pytest.mark.parametrize("name", house.trainers())
@@ -214,14 +255,15 @@ def test_trl_builds_on_the_methods_that_are_overridden(name):
         assert re.search(rf"self\.{method}\b(?! =)", source), f"nothing calls {method}"
 
 
-# Options that only replaced methods read
+# Options that only replaced code of TRL reads, see `guard.py`
 
 
-IN_PART = {"_get_per_token_logps_and_entropies", "_prepare_dataset"}  # overrides that call TRL's for some inputs alone
 ENCODING = "the package encodes prompts and completions with media itself, in `encoding/`"
 LOADING = "rows are read, sharded and ordered by `rollout/stream.py`"
 TOOLS = "TRL's attribute of tools and environments; those arguments are read by `rollout/environments.py`"
-# Names that methods of TRL read, and that nothing reads once a trainer replaces these methods, with the reason
+LOSS = "the loss is the package's; TRL's runs with `compute_loss_func` and prompt learning alone"
+PUSH = "`BaseTrainer._save_checkpoint` writes and pushes checkpoints"
+# Names that replaced code of TRL reads, and that the package doesn't read, with the reason
 UNREAD = {
     "_is_vlm": ENCODING,
     "_is_vision_dataset": ENCODING,
@@ -229,88 +271,49 @@ UNREAD = {
     "_video_pad_token_id": ENCODING,
     "_tokenizer": ENCODING,
     "model_kwarg_keys": ENCODING,
+    "chat_template": ENCODING,
     "_eval_dataloaders": LOADING,
     "_signature_columns": LOADING,
     "_train_batch_size": LOADING,
     "train_batch_size": LOADING,
+    "process_index": LOADING,
+    "data_collator": LOADING,
     "length_column_name": "strategies that order rows by length raise an error",
     "dataloader_pin_memory": "nothing is pinned, as with `False`; a default of `True` can't be told from a choice",
+    "use_transformers_continuous_batching": "TRL's constructor makes `continuous_batching_config`, which is read",
     "_async_tool_dicts": TOOLS,
     "_sync_tool_dicts": TOOLS,
+    "_tool_dict": TOOLS,
     "_standalone_tools": TOOLS,
     "_env_tools": TOOLS,
     "_environment_pool": TOOLS,
     "environment_factories": TOOLS,
+    "environments": TOOLS,
     "_batch_environments": TOOLS,
     "_multi_environment": TOOLS,
     "_entropy_window_stats": "sums of an optimizer step, which `algorithms/entropy.py` keeps",
     "_forward_redirection": "the hidden states of the teacher come from `forward/`",
+    "_dist": "`trainers/shared/engine.py` makes its own",
+    "_last_loaded_step": "the engine knows which weights it has",
+    "is_deepspeed_enabled": "the package prepares the teacher itself, as a reference",
+    "is_fsdp_enabled": "the package scores the reference's log-probabilities itself",
+    "hp_search_backend": PUSH,
+    "parallel_mode": PUSH,
+    "_tp_size": "tensor parallelism is an error",
+    "hf_deepspeed_config": "tensor parallelism is an error",
+    "label_smoother": LOSS,
+    "model_accepts_loss_kwargs": LOSS,
 }
 
 
-def reads_of(method) -> set[str]:
-    """Returns the names `x` that a method reads as `self.x`, `args.x`, `self.args.x` or `getattr(args, "x")`."""
-    owners = ("self", "args", "self.args")
-    found = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found |= {node.attr} if ast.unparse(node.value) in owners else set()
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
-            found |= {ast.literal_eval(node.args[1])} if ast.unparse(node.args[0]) in owners else set()
-    return found
-
-
 @cache
-def imported_by(module: str) -> set[str]:
-    known = house.modules()
-    outside = tuple(f"{house.PACKAGE.name}.{name}" for name in ("extras", "lightrft"))
-    return {name for name in house.imports(known[module], known) if not name.startswith(outside)}
-
-
-@cache
-def modules_below(module: str) -> set[str]:
-    """Returns a module of the package and those that it imports, at any depth, but for what no training needs."""
-    reached = set()
-    waiting = {module}
-    while waiting:
-        name = waiting.pop()
-        reached.add(name)
-        waiting |= imported_by(name) - reached
-    return reached
-
-
-@cache
-def names_in(module: str) -> set[str]:
-    """Returns the attributes that a module reads, and its texts, such as the keys of a table of options."""
-    nodes = list(ast.walk(house.tree_of(house.modules()[module])))
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return attributes | texts
-
-
-def unread(name: str) -> dict[str, str]:
-    """Returns names that only replaced methods of TRL read, or methods that only these call, with such a method."""
-    trainer = house.trainers()[name]
-    trl = trl_of(trainer)
-    source = "".join(inspect.getsource(base) for base in trainer.__mro__ if house.is_own(base))
-    read = set().union(*map(names_in, modules_below(trainer.__module__)))
-    waiting = [each for each in names(OVERRIDDEN[name]) if each in IN_PART or f"super().{each}(" not in source]
-    replaced = {*waiting}
-    found = {}
-    while waiting:
-        method = waiting.pop()
-        for each in reads_of(getattr(trl, method)) - read - replaced:
-            if inspect.isfunction(getattr(trl, each, None)):
-                replaced.add(each)
-                waiting.append(each)
-            else:
-                found[each] = method
-    return found
+def unread(name: str, upstream: Upstream = guard.INSTALLED) -> dict[str, str]:
+    return guard.unread(guard.Replaced(upstream, name))
 
 
 @pytest.mark.parametrize("name", house.trainers())
-def test_no_option_is_swallowed_with_the_method_that_reads_it(name):
-    """An option that acts only in a method of TRL that a trainer replaces would be accepted, and do nothing."""
+def test_no_option_is_swallowed_with_the_code_that_reads_it(name):
+    """An option that acts only in code of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
     assert not swallowed, (
         "read them, refuse them in `trainers/shared/arguments.py`, or add them to UNREAD, with the reason"
@@ -321,27 +324,60 @@ def test_no_exception_is_left_over():
     assert set().union(*map(unread, house.trainers())) == UNREAD.keys()
 
 
-@pytest.mark.parametrize("name", house.trainers())
-def test_one_more_option_of_trl_is_found(name, monkeypatch):
-    """In a method that is replaced, and in a method that only this one calls; not in one that still runs."""
+def line(code: str, level: int = 1) -> str:
+    return "    " * level + code + "\n"
 
-    def get_train_dataloader(self):
-        self.new_state = self.args.new_option + self.new_method()
-        return getattr(self.args, "new_option_by_name", None)
 
-    def new_method(self):
-        args = self.args
-        return args.new_option_below
+ADVANTAGES = line("advantages = rewards - mean_grouped_rewards", 3)
+SET_BY_TRL = line("self.scale_rewards = args.scale_rewards", 2)
+TO_ENGINE = line("generation_kwargs=args.generation_kwargs,", 4)
+TO_COLLATOR = line("processor=processing_class,", 5)
+CHUNKED = line("# Chunked JSD path: project the teacher/student hidden states", 2)[:-1]
+LOADER = line("def get_train_dataloader(self):")
+LOSS_OF_KTO = line("def compute_loss(")[:-1]
+HELPER = "\n\ndef _gained(rewards, args):\n    return rewards * getattr(args, 'gain', 0) + _more(args)\n"
+HELPER += "\n\ndef _more(options):\n    return options.more\n"
+NEW = (
+    line("def get_eval_dataloader(self, eval_dataset=None):")
+    + line("self.new()\n", 2)
+    + line("def new(self):")
+    + line("given = self.args", 2)
+)
+NEW += line("given.gain\n", 2)
+IN_ROLLOUT = "_generate_and_score_completions"
+PLANTS = {
+    "in the replaced method": ("GRPO", {ADVANTAGES: line("self.args.gain", 3)}, "", {"gain": IN_ROLLOUT}),
+    "under a common name": ("PPO", {ADVANTAGES: line("self.args.scale", 3)}, "", {"scale": IN_ROLLOUT}),
+    "by functions that get the config": (
+        "GRPO",
+        {ADVANTAGES: line("_gained(rewards, self.args)", 3)},
+        HELPER,
+        {"gain": IN_ROLLOUT, "more": IN_ROLLOUT},
+    ),
+    "by an attribute of the constructor": (
+        "GRPO",
+        {ADVANTAGES: line("self.gain", 3), SET_BY_TRL: line("self.gain = args.length_gain", 2)},
+        "",
+        {"length_gain": IN_ROLLOUT},
+    ),
+    "by the engine": ("RLOO", {TO_ENGINE: line("gain=args.gain,", 4)}, "", {"gain": "__init__"}),
+    "by the collator": ("DPO", {TO_COLLATOR: line("gain=args.gain,", 5)}, "", {"gain": "__init__"}),
+    "in the loss": ("Distillation", {CHUNKED: line("self.args.gain", 2)}, "", {"gain": "_compute_loss"}),
+    "in a method that only a replaced one calls": ("GRPO", {LOADER: NEW}, "", {"gain": "new"}),
+    "in a method that runs": ("KTO", {LOSS_OF_KTO: line("def more(self):") + line("self.args.gain\n", 2)}, "", {}),
+}
 
-    def train(self):
-        return self.args.new_option_that_acts
 
-    trl = trl_of(house.trainers()[name])
-    for method in (get_train_dataloader, new_method, train):
-        monkeypatch.setattr(trl, method.__name__, method, raising=False)
-    found = {each: method for each, method in unread(name).items() if each not in UNREAD}
-    of_loader = dict.fromkeys(["new_option", "new_option_by_name"], "get_train_dataloader")
-    assert found == {**of_loader, "new_option_below": "new_method"}
+@pytest.mark.parametrize(("name", "added", "below", "expected"), PLANTS.values(), ids=PLANTS)
+def test_one_more_swallowed_option_of_trl_is_found(name, added, below, expected):
+    """Plants code in a copy of TRL's trainer, before texts of it, and below it."""
+    module = trl_of(house.trainers()[name]).__module__
+    text = guard.text_of(module)
+    for before, code in added.items():
+        assert before in text
+        text = text.replace(before, code + before, 1)
+    found = unread(name, Upstream({module: text + below}))
+    assert {each: method for each, method in found.items() if each not in UNREAD} == expected
 
 
 def test_sampler_draws_one_order_an_epoch():
@@ -430,6 +466,10 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     monkeypatch.setattr("trl.trainer.utils.use_adapter", lambda model: model)
     monkeypatch.delattr("trl.trainer.utils.nanmax")
     monkeypatch.delattr(Trainer, "_init_training_state")
+    attributes = {
+        path: f"{names} _gone" if path.endswith("RLOOTrainer.") else names for path, names in ATTRIBUTES.items()
+    }
+    monkeypatch.setattr("trl_multimodal_rft.versions.ATTRIBUTES", attributes)
     state(tmp_path, monkeypatch, trl="1.99.0")
     with pytest.raises(ImportError) as raised:
         check_versions()
@@ -437,6 +477,7 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     lost = "`adapter_name` of `trl.trainer.utils.use_adapter`, `trl.trainer.utils.nanmax`, "
     lost += "`dim` of `trl.trainer.utils.nanstd`, `keepdim` of `trl.trainer.utils.nanstd`"
     assert f"trl 1.99.0 lacks {lost}" in error
+    assert "`trl.trainer.rloo_trainer.RLOOTrainer._gone`" in error
     assert f"transformers {number} lacks `transformers.Trainer._init_training_state`; " in error
     pins = f'"transformers{bounds()["transformers"]}" "trl{bounds()["trl"]}"'
     assert error.endswith(f"was tested with other versions: run `pip install {pins}`, or update {PACKAGE}.")

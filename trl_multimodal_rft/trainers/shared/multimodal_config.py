@@ -467,7 +467,9 @@ class MultimodalArguments(SamplingArguments):
     replay_buffer_size: Annotated[int, "[0, inf]"] = 0
     difficulty_sampling: bool = False
     max_staleness: Annotated[int, "[0, inf]"] = 0
-    vllm_importance_sampling_mode: str | None = None
+    vllm_importance_sampling_mode: (
+        Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] | None
+    ) = None
     balance_ranks: bool = False
     rollout_view: str | None = None
     contrast_view: str | None = None
