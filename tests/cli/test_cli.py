@@ -76,8 +76,9 @@ os._exit(0)  # clearing all modules takes seconds
 
 def runs(lines, cwd):
     """Returns exit code, output, errors and heavy modules for each command line, in one new process."""
+    options = {"cwd": cwd, "env": {**os.environ, "COLUMNS": "120"}, "check": True}
     found = subprocess.run(
-        [sys.executable, "-c", RUNS], input=json.dumps(lines), capture_output=True, text=True, cwd=cwd, check=True
+        [sys.executable, "-c", RUNS], input=json.dumps(lines), capture_output=True, text=True, **options
     )
     return json.loads(found.stdout)
 

@@ -3,6 +3,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 
 import house
 import mutations
@@ -13,6 +15,13 @@ def test_every_defect_can_be_planted():
     sound = functools.cache(lambda file: ast.dump(ast.parse((house.PACKAGE / file).read_text())))
     for entry in mutations.entries():
         assert ast.dump(ast.parse(mutations.mutated(entry, house.PACKAGE))) != sound(entry["file"]), entry
+
+
+@pytest.mark.slow
+def test_tests_of_every_defect_are_collected():
+    command = [sys.executable, mutations.__file__, "--collect"]
+    run = subprocess.run(command, cwd=house.ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_a_missing_or_ambiguous_anchor_is_named(tmp_path):

@@ -409,9 +409,10 @@ def _read_in_called(upstream: Upstream, module: str, call: ast.Call, owners: fro
 TABLES = {
     "trainers.shared.engine:_ENGINE_OPTIONS": "vllm_",
     "trainers.shared.engine:_SAMPLING_OPTIONS": "",
-    "trainers.shared.arguments:_LOADER_OPTIONS": "",
+    "trainers.shared.arguments:_SPEED_OPTIONS": "",
     "trainers.shared.arguments:LAYOUT_OPTIONS": "",
     "trainers.shared.arguments:UNUSED_OPTIONS": "",
+    "trainers.shared.arguments:UNUSED_IN_SAMPLING": "",
     "trainers.supervised.config:_UNUSED_OPTIONS": "",
     "trainers.preference.dpo_config:_UNUSED_OPTIONS": "",
     "trainers.preference.kto_config:_UNUSED_OPTIONS": "",

@@ -144,7 +144,12 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
                     if not code and further:
                         running[start(copy, further[0])] = [entry, copy, 0, further[1:], seconds]
                         continue
-                    found = {0: "SURVIVED", -9: "found, as it hangs"}.get(code, f"BROKEN: {code}: {log[-500:]}")
+                    outcomes = {
+                        0: "SURVIVED",
+                        -9: "found, as it hangs",
+                        5: "NOT RUN, as no test has the names of `tests`",
+                    }
+                    found = outcomes.get(code, f"BROKEN: {code}: {log[-500:]}")
                     if code in (1, 2):  # a test failed, or a file couldn't be imported
                         failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - |$)", log, re.MULTILINE)
                         found = f"found by {failed[-1] if failed else '?'}"
@@ -161,10 +166,29 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
     return lines
 
 
+def uncollected(chosen: list[dict], tree: Path) -> list[str]:
+    """Returns what is wrong with the tests that entries name: pytest collects none of them."""
+    lines, known, codes = [], imports_of(tree), {}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
+        for entry in chosen:
+            arguments = runs(entry, tree, *known)[0]
+            if not any(argument in ("-k", "-m") or "::" in argument for argument in entry.get("tests", [])):
+                continue
+            if tuple(arguments) not in codes:
+                copy = Path(temporary, str(len(codes)))
+                copy.symlink_to(tree)
+                status = os.waitpid(start(copy, [*arguments, "--collect-only"]), 0)[1]
+                codes[tuple(arguments)] = os.waitstatus_to_exitcode(status)
+            if codes[tuple(arguments)]:
+                lines.append(f"{entry['file']}: {entry['why']}: pytest collects none of {arguments}")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--since", metavar="COMMIT", help="entries of modules that differ from this commit")
     parser.add_argument("--only", default="", help="entries whose JSON contains this text")
+    parser.add_argument("--collect", action="store_true", help="only collect the tests that the entries name")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
     parser.add_argument("--tree", default=str(ROOT), help="folder or commit, by default this folder")
     parser.add_argument("--out", type=Path, help="file for the results")
@@ -178,6 +202,10 @@ def main() -> int:
     if args.since is not None:
         changed = house.changed_since(args.since)
         chosen = [each for each in chosen if f"trl_multimodal_rft/{each['file']}" in changed]
+    if args.collect:
+        lines = uncollected(chosen, ROOT)
+        print("\n".join([*lines, f"{len(lines)} of {len(chosen)} defects have no tests"]))
+        return int(bool(lines))
     lines = run(chosen, args.tree, args.jobs) if chosen else []
     n, seconds = sum(": found" in line for line in lines), sum(os.times()[2:4])
     lines.append(f"{n} of {len(lines)} defects found in {args.tree}, {seconds:.0f} CPU seconds")

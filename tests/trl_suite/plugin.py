@@ -25,6 +25,7 @@ from trl_suite.stand_ins import stand_in
 
 
 ALGORITHMS = ("DPO", "KTO", "Reward", "SFT", "GRPO", "RLOO", "Distillation")
+_INSTANCES: list[str] = []  # classes of this package of which tests have made instances
 SECONDS = int(os.environ.get("TRL_SUITE_SECONDS", "120"))  # time limit of a test
 # Modules from which TRL's tests import a trainer and its config
 _MODULES = ("trl", "trl.trainer", "trl.experimental.distillation")
@@ -73,6 +74,7 @@ def _swap_names(with_self_check: bool) -> None:
         for kind in ("Config", "Trainer"):
             # Imported before the swap, after which TRL's own names stand for this package's classes
             ours = getattr(trl_multimodal_rft, f"Multimodal{algorithm}{kind}")
+            ours.__init__ = _counted(ours.__init__)
             if kind == "Config" and not with_self_check:
                 ours.__init__ = _with_default(ours.__init__, self_check=False)
             for name in _MODULES:
@@ -80,6 +82,15 @@ def _swap_names(with_self_check: bool) -> None:
                     module = importlib.import_module(name)
                     if hasattr(module, f"{algorithm}{kind}"):
                         setattr(module, f"{algorithm}{kind}", ours)
+
+
+def _counted(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        _INSTANCES.append(type(self).__name__)
+        return function(self, *args, **kwargs)
+
+    return call
 
 
 def _with_default(function: Callable, **defaults: Any) -> Callable:
@@ -126,12 +137,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     def stop(*_: Any) -> None:
         raise TooSlow(f"no result within {SECONDS} s")
 
+    n_before = len(_INSTANCES)
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
         return (yield)
     finally:
         signal.alarm(0)
+        item.user_properties.append(("is_swapped", len(_INSTANCES) > n_before))
 
 
 _RESULTS: dict[str, dict[str, Any]] = {}
@@ -145,7 +158,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             line = str(crash.message if crash is not None else report.longrepr)
-        result = _RESULTS.setdefault(name, {"outcome": "passed", "error": "", "seconds": 0.0})
+        result = _RESULTS.setdefault(name, {"outcome": "passed", "error": "", "seconds": 0.0, "is_swapped": False})
+        result["is_swapped"] = dict(report.user_properties).get("is_swapped", False)
         outcome = "xfailed" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
         result.update(outcome=outcome, error=line[:2000], seconds=round(report.duration, 1))
 

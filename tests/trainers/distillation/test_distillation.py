@@ -241,6 +241,18 @@ def test_vision_opd_is_that_of_the_paper(k, adapter):
     assert max((average[n] - before[n]).abs().max() for n in before) > 1e-4
 
 
+def test_the_average_takes_the_place_of_weights_that_an_engine_has_replaced(tmp_path):
+    """Such as FSDP or DeepSpeed, which put other parameters into the modules, for each call of `train`."""
+    options = {"objects": {"teacher_model": None}, "self_teacher": "ema(rate=0.3)", "reward": None}
+    trainer = make_trainer(MultimodalDistillationTrainer, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    norm_layer = trainer.model.get_decoder().norm
+    initial = norm_layer.weight.detach().clone()
+    norm_layer.weight = torch.nn.Parameter(initial + 1)
+    with trainer._teacher._teacher_model():
+        assert torch.equal(norm_layer.weight, initial)
+    assert torch.equal(norm_layer.weight, initial + 1)
+
+
 BROKEN = {"no file": "missing.png", "no image": "broken.png"}
 
 
