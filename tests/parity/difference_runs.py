@@ -32,7 +32,6 @@ import trl_multimodal_rft as own
 from parity.test_trl_scripts import saved
 
 
-TEXT_FOLDER = saved
 _FILES = tempfile.TemporaryDirectory()
 
 QUESTIONS = ["Is there a bird?", "Is there a cat? A dog?", "What is in the image?", "Describe it."]
@@ -41,8 +40,12 @@ OTHERS = ["blue", "No", "It is a bird and a dog", "7"]
 IMAGES = "qwen2_5_vl"
 
 
-def template_file() -> str:
-    """Returns a file with a chat template."""
+# Values that stand for files of this process
+TEMPLATE = "<file of a template>"
+FOLDER = "<folder of a model>"
+
+
+def _template_file() -> str:
     path = Path(_FILES.name, "template.jinja")
     path.write_text("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}")
     return str(path)
@@ -180,9 +183,16 @@ SUBJECTS = {
 }
 # Where a run of one of these options has more
 TWO_REWARDS = ("reward_weights", "multi_objective_aggregation")
-BY_NAME = ("model_init_kwargs", "trust_remote_code")
+BY_NAME = ("model_init_kwargs", "trust_remote_code", "cast_lm_head_to_fp32")
 WITH_EXPERTS = ("router_aux_loss_coef",)
 ON_PLAIN_TEXT = ("dataset_text_field",)
+
+
+def actual(value: Any) -> Any:
+    """Returns the path of a file that a value stands for, or the value itself."""
+    if isinstance(value, str):
+        return _template_file() if value == TEMPLATE else saved() if value == FOLDER else value
+    return value
 
 
 def trl_config(trainer: str) -> type:
@@ -243,7 +253,7 @@ def objects_of(trainer: str, case: Case) -> dict[str, Any]:
     if trainer == "distillation":
         objects["teacher_model"] = shifted(model_of(trainer, family)[0], 0.05, seed=7)
     if trainer in ("dpo", "kto") and not case.options.get("sync_ref_model"):
-        objects["ref_model"] = shifted(model_of(trainer, family)[0], 0.02, seed=7)
+        objects["ref_model"] = shifted(model_of(trainer, family)[0], 0.005, seed=7)
     return objects
 
 
@@ -307,7 +317,7 @@ def train(trainer: str, case: Case, ours: bool, leaves_out: bool = False) -> Res
     if leaves_out:
         options.pop(case.option, None)
     else:
-        options[case.option] = case.value
+        options[case.option] = actual(case.value)
     environment = dict(os.environ)
     verbosity = hf.utils.logging.get_verbosity(), datasets.utils.logging.get_verbosity()
     _reset(environment)
@@ -323,7 +333,8 @@ def train(trainer: str, case: Case, ours: bool, leaves_out: bool = False) -> Res
                 instance.model_accepts_loss_kwargs = True  # otherwise TRL averages micro-batches of images of any size
                 before = {name: p.detach().clone() for name, p in instance.model.named_parameters()}
                 instance.train()
-                result.update = {name: p.detach() - before[name] for name, p in instance.model.named_parameters()}
+                after = dict(instance.model.named_parameters())
+                result.update = {name: after[name].detach() - before[name] for name in before}
                 result.history = instance.state.log_history
                 result.files = _files_in(folder)
                 config = instance.args
@@ -350,7 +361,10 @@ def _difference(theirs: float, ours: float) -> float:
 
 def distance_of_updates(theirs: dict, ours: dict) -> float:
     """Returns the distance of two updates over the length of the first, or of the second if the first is 0."""
-    if theirs.keys() != ours.keys():
+    if not theirs and not ours:  # only configs were made
+        return 0.0
+    shapes = [{name: change.shape for name, change in update.items()} for update in (theirs, ours)]
+    if shapes[0] != shapes[1]:
         return math.inf
     distance = norm({name: theirs[name].double() - ours[name].double() for name in theirs})
     if math.isnan(distance):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from parity.difference_runs import SUBJECTS, TEXT_FOLDER, template_file, trl_config
+from parity.difference_runs import FOLDER, SUBJECTS, TEMPLATE, trl_config
 
 
 # Of transformers, for all trainers
@@ -34,16 +34,27 @@ def is_config_only(name: str) -> bool:
     return name in CONFIG_ONLY or (name.startswith("vllm_") or name == "ds3_gather_for_generation")
 
 
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+WATCHED = {"beta": 0.1, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-2}
+ADAPTIVE = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.05}
+BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}  # otherwise a cache fills the memory
+
 # Values by option, where types and choices don't give them. The first has an effect, if any has
 EXPLICIT: dict[str, list] = {
+    "entropy_coef_max": [0.12, -1.0, math.nan],
+    "entropy_coef_min": [0.08, -1.0, math.nan],
+    "entropy_target": [2.0, -1.0, math.nan],
     "accelerator_config": [{"split_batches": True}, {"split_batchesx": True}, "x"],
     "activation_checkpointing_kwargs": [{"use_reentrant": True}, {"use_reentrantx": True}, "x"],
     "adam_beta1": [0.5, 1.0, -1.0, math.nan],
     "adam_beta2": [0.5, 1.0, -1.0, math.nan],
     "adam_epsilon": [0.1, -1.0, math.nan],
+    "bf16": [False, True, "False"],  # TRL's default is `True`
     "cache_implementation": ["static", "staticx"],
     "chat_template_kwargs": [{"enable_thinking": False}, {"tokenize": False}, "x"],
-    "chat_template_path": [template_file, TEXT_FOLDER, "/nowhere"],
+    "chat_template_path": [TEMPLATE, FOLDER, "/nowhere"],
     "dataloader_num_workers": [1, -1],
     "dataloader_multiprocessing_context": ["fork", "forkx"],
     "dataset_kwargs": [{"skip_prepare_dataset": True}, {"x": 1}, "x"],
@@ -60,7 +71,7 @@ EXPLICIT: dict[str, list] = {
     "fsdp": ["full_shard", "full_shardx"],
     "fsdp_config": [{"fsdp_version": 2}, "/nowhere.json"],
     "generation_batch_size": [8, 6, -1],
-    "generation_kwargs": [{"min_new_tokens": 3}, {"min_new_tokensx": 3}, {"temperature": -1.0}, "x"],
+    "generation_kwargs": [{"max_new_tokens": 4}, {"max_new_tokensx": 4}, {"temperature": -1.0}, "x"],
     "gradient_accumulation_steps": [1, 0, -1],
     "gradient_checkpointing_kwargs": [{"use_reentrant": True}, {"use_reentrantx": True}, "x"],
     "hub_model_id": ["somebody/model"],
@@ -69,6 +80,7 @@ EXPLICIT: dict[str, list] = {
     "include_for_metrics": [["loss"], ["lossx"], "loss"],
     "include_num_input_tokens_seen": ["all", "non_padding", True, "allx"],
     "label_names": [["labels"], ["nowhere"]],
+    "label_smoothing": [0.2, 0.5, -1.0, math.nan],
     "label_smoothing_factor": [0.1, -1.0, math.nan],
     "length_column_name": ["n_tokens"],
     "learning_rate": [0.05, 0.0, -1.0, math.nan],
@@ -85,7 +97,7 @@ EXPLICIT: dict[str, list] = {
     ],
     "max_grad_norm": [0.1, 0.0, -1.0, math.nan],
     "max_completion_length": [5, 0, -1],
-    "max_length": [24, 3, None, 0, -1],
+    "max_length": [38, 3, None, 0, -1],  # within the answers of the rows
     "max_steps": [1, 0],
     "metric_for_best_model": ["loss", "lossx"],
     "min_p": [0.3, 1.5, -1.0, math.nan],
@@ -93,11 +105,11 @@ EXPLICIT: dict[str, list] = {
     "multi_objective_aggregation": ["normalize_then_sum", "normalize_then_sumx"],
     "neftune_noise_alpha": [5.0, -1.0, math.nan],
     "num_generations": [4, 3, 1, 0, -1],
-    "num_generations_eval": [4, 3, 0, -1],
+    "num_generations_eval": [2, 3, 0, -1],
     "num_iterations": [2, 0, -1],
     "num_train_epochs": [0.5, 2.0, 0.0, -1.0, math.nan],
     "off_policy_mask_threshold": [0.001, -1.0, math.nan],
-    "optim": ["adamw_torch", "adafactor", "rmsprop", "adagrad", "lion_32bit", "sgdx"],
+    "optim": ["adamw_torch", "adafactor", "adagrad", "sgdx"],
     "optim_args": ["lr=0.2", "momentum=0.9", "x"],
     "optim_target_modules": [["q_proj"], "all-linear"],
     "output_dir": ["elsewhere"],
@@ -135,7 +147,7 @@ EXPLICIT: dict[str, list] = {
     "trackio_bucket_id": ["somebody/bucket"],
     "trackio_space_id": ["somebody/space"],
     "trackio_static_space_id": ["somebody/space", False],
-    "transformers_continuous_batching_config": [{"num_blocks": 64}, {"num_blocksx": 64}, "x"],
+    "transformers_continuous_batching_config": [BLOCKS, {"num_blocksx": 64}, "x"],
     "truncation_mode": ["keep_start", "keep_end", "keep_endx"],
     "vllm_model_impl": ["transformers", "transformersx"],
     "vllm_server_base_url": ["http://127.0.0.1:9", "127.0.0.1:9"],
@@ -170,12 +182,6 @@ OF_TRAINER: dict[tuple[str, str], list] = {
 for _name in ("grpo", "ppo"):
     _losses = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo", "dapox"]
     OF_TRAINER[_name, "loss_type"] = _losses
-
-SAVED = {"save_strategy": "steps", "save_steps": 1}
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-WATCHED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-2}
-ADAPTIVE = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.05}
 
 # Other options of the run of an option, without which it has no effect. Those of evaluation bring rows, too
 WITH: dict[str, dict[str, Any]] = {
@@ -215,15 +221,19 @@ WITH: dict[str, dict[str, Any]] = {
     "label_smoothing": {"loss_type": ["robust"]},
     "logging_first_step": {"logging_steps": 2},
     "loss_weights": {"loss_type": ["sigmoid", "sft"]},
-    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts"},
-    "lr_scheduler_type": {"warmup_steps": 1, "lr_scheduler_kwargs": {}},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_restarts", "max_steps": 3},
+    "cast_lm_head_to_fp32": {"model_init_kwargs": {"dtype": "bfloat16"}},
+    "use_transformers_continuous_batching": {"transformers_continuous_batching_config": BLOCKS},
+    "use_transformers_paged": {"transformers_continuous_batching_config": BLOCKS},
+    "entropy_coef_min": {**ADAPTIVE, "entropy_target": 1.0},
+    "lr_scheduler_type": {"max_steps": 3},
     "num_completions_to_print": {"log_completions": True},
     "log_unique_prompts": {"log_completions": True},
     "num_train_epochs": {"max_steps": -1},
     "packing_strategy": {"packing": True, "max_length": 48},
     "precompute_ref_batch_size": {"precompute_ref_log_probs": True},
     "transformers_continuous_batching_config": {"use_transformers_continuous_batching": True},
-    "truncation_mode": {"max_length": 24},
+    "truncation_mode": {"max_length": 38},
     "use_bias_correction_kl": {"beta": 0.1},
     "warmup_steps": {"lr_scheduler_type": "constant_with_warmup"},
     "delta": {"loss_type": "grpo"},
@@ -286,7 +296,7 @@ def values_of(trainer: str, name: str) -> list[Any]:
     """
     for table, key in ((OF_TRAINER, (trainer, name)), (EXPLICIT, name)):
         if key in table:
-            return [value() if callable(value) else value for value in table[key]]
+            return list(table[key])
     option = field_of(trainer, name)
     kinds = _plain_types(typing.get_type_hints(trl_config(trainer))[name])
     default = default_of(option)
