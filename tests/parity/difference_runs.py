@@ -25,11 +25,11 @@ from datasets import Dataset
 from helpers import distillation_runs, rloo_runs
 from helpers import trainer_utils as utils
 from helpers.trainer_utils import PLAIN, length_and_sum, metrics, norm, shifted
+from parity.test_trl_scripts import saved
 from trainers.preference.test_dpo import image_pairs
 from trainers.preference.test_kto import labelled
 
 import trl_multimodal_rft as own
-from parity.test_trl_scripts import saved
 
 
 _FILES = tempfile.TemporaryDirectory()

@@ -10,9 +10,8 @@ from dataclasses import MISSING, Field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from transformers import TrainingArguments
-
 from parity.difference_runs import FOLDER, SUBJECTS, TEMPLATE, trl_config
+from transformers import TrainingArguments
 
 
 # Of transformers, for all trainers
@@ -36,7 +35,13 @@ def is_config_only(name: str) -> bool:
 
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-WATCHED = {"beta": 0.1, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+WATCHED = {
+    "beta": 0.1,
+    "max_steps": 3,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 1,
+    "ref_model_mixup_alpha": 0.5,
+}
 ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-2}
 ADAPTIVE = {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.05}
 BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}  # otherwise a cache fills the memory
@@ -170,7 +175,9 @@ CHOICES = {
     "eval_strategy": ["no", "steps", "epoch"],
     "hub_strategy": ["end", "every_save", "checkpoint", "all_checkpoints"],
 }
-DPO_LOSSES = "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop"
+DPO_LOSSES = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop"
+)
 # By trainer, where they differ
 OF_TRAINER: dict[tuple[str, str], list] = {
     ("dpo", "loss_type"): [[name] for name in (*DPO_LOSSES.split(), "sft", "sigmoid_norm", "sigmoidx")]
@@ -215,6 +222,7 @@ WITH: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), {"loss_type": "vespo"}),
     "activation_checkpointing_kwargs": {"activation_checkpointing": True},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
+    "chat_template_kwargs": {"seed": 3},  # with the default, an advantage is 0 or 1e-8, and counts as clipped or not
     "discopop_tau": {"loss_type": ["discopop"]},
     "eval_packing": {**EVALUATED, "packing": True},
     "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
@@ -272,7 +280,11 @@ def default_of(option: Field) -> Any:
 
 def _plain_types(hint: Any) -> list[Any]:
     """Returns the members of a union, but for `None`, or the type itself."""
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
+    members = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
     return [member for member in members if member is not type(None)]
 
 

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.difference_runs import SUBJECTS, WITH_EXPERTS, Case, Result, differences, train
-from parity.difference_values import ABOUT_DATA, OF_TRANSFORMERS, SAMPLED, WITH, WITH_IMAGES, cases_of, is_config_only, names_of
+from parity.difference_values import (
+    ABOUT_DATA,
+    OF_TRANSFORMERS,
+    SAMPLED,
+    WITH,
+    WITH_IMAGES,
+    cases_of,
+    is_config_only,
+    names_of,
+)
 
 
 SAME = "same"
