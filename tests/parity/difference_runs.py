@@ -26,6 +26,7 @@ from helpers import distillation_runs, rloo_runs
 from helpers import trainer_utils as utils
 from helpers.trainer_utils import PLAIN, length_and_sum, metrics, norm, shifted
 from parity.test_trl_scripts import saved
+from peft import LoraConfig
 from trainers.preference.test_dpo import image_pairs
 from trainers.preference.test_kto import labelled
 
@@ -185,7 +186,8 @@ SUBJECTS = {
 TWO_REWARDS = ("reward_weights", "multi_objective_aggregation")
 BY_NAME = ("model_init_kwargs", "trust_remote_code", "cast_lm_head_to_fp32")
 WITH_EXPERTS = ("router_aux_loss_coef",)
-ON_PLAIN_TEXT = ("dataset_text_field",)
+ON_PLAIN_TEXT = ("dataset_text_field", "eos_token")
+WITH_DROPOUT = ("disable_dropout",)  # of an adapter
 
 
 def actual(value: Any) -> Any:
@@ -221,9 +223,9 @@ def _image_model(family: str) -> tuple[Any, Any]:
     return shifted(model), processor
 
 
-def model_of(trainer: str, family: str | None) -> tuple[Any, Any]:
+def model_of(trainer: str, case: Case) -> tuple[Any, Any]:
     """Returns a new model that differs from the one in its folder, and its processor."""
-    made = _text_model(trainer == "reward") if family is None else _image_model(family)
+    made = _text_model(trainer == "reward") if case.family is None else _image_model(case.family)
     return copy.deepcopy(made)
 
 
@@ -234,9 +236,8 @@ def second_reward(completion_ids, **kwargs) -> list[float]:
 def objects_of(trainer: str, case: Case) -> dict[str, Any]:
     """Returns the arguments of a trainer's constructor but for its config."""
     subject = SUBJECTS[trainer]
-    family = case.family
-    model, processor = model_of(trainer, family)
-    if case.option in ON_PLAIN_TEXT:
+    model, processor = model_of(trainer, case)
+    if case.option in ON_PLAIN_TEXT and trainer == "sft":
         rows = sentences()
     else:
         rows = subject.rows() if case.rows != "images" else subject.images()
@@ -251,9 +252,14 @@ def objects_of(trainer: str, case: Case) -> dict[str, Any]:
         rewards = [length_and_sum, second_reward]
         objects["reward_funcs"] = rewards if case.option in TWO_REWARDS else length_and_sum
     if trainer == "distillation":
-        objects["teacher_model"] = shifted(model_of(trainer, family)[0], 0.05, seed=7)
-    if trainer in ("dpo", "kto") and not case.options.get("sync_ref_model"):
-        objects["ref_model"] = shifted(model_of(trainer, family)[0], 0.005, seed=7)
+        objects["teacher_model"] = shifted(model_of(trainer, case)[0], 0.05, seed=7)
+    if case.option in WITH_DROPOUT:
+        task = "SEQ_CLS" if trainer == "reward" else "CAUSAL_LM"
+        objects["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.3, init_lora_weights=False, task_type=task
+        )
+    elif trainer in ("dpo", "kto") and not case.options.get("sync_ref_model"):
+        objects["ref_model"] = shifted(model_of(trainer, case)[0], 0.005, seed=7)
     return objects
 
 

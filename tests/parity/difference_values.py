@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The values of TRL's options that `test_differences.py` runs, and what a run needs for an option to have an effect."""
+"""Values of TRL's options that `test_differences.py` runs, and what a run needs for an option to have an effect."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ EXPLICIT: dict[str, list] = {
     "dataloader_multiprocessing_context": ["fork", "forkx"],
     "dataset_kwargs": [{"skip_prepare_dataset": True}, {"x": 1}, "x"],
     "dataset_num_proc": [1, -1],
+    "disable_dropout": [True, False, "False"],
     "dataset_text_field": ["sentence", "nowhere"],
     "ddp_backend": ["gloo", "gloox"],
     "debug": ["underflow_overflow", "underflow_overflowx"],
@@ -235,6 +236,7 @@ WITH: dict[str, dict[str, Any]] = {
     "use_transformers_paged": {"transformers_continuous_batching_config": BLOCKS},
     "entropy_coef_min": {**ADAPTIVE, "entropy_target": 1.0},
     "lr_scheduler_type": {"max_steps": 3},
+    "optim": {"adam_epsilon": 1e-3},  # a smaller one makes steps of rounding
     "num_completions_to_print": {"log_completions": True},
     "log_unique_prompts": {"log_completions": True},
     "num_train_epochs": {"max_steps": -1},

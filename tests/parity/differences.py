@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> None:
                         with open(args.output, "a", encoding="utf-8") as file:
                             file.write(line + "\n")
                     else:
-                        print(line)
+                        sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":

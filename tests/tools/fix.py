@@ -3,9 +3,9 @@
 Writes what follows from the rest of the repository; `make fix` runs it.
 
 It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
-counts, lists of commands, LightRFT's options, differences from TRL, the self-check's example, pinned versions, and entries of public names
-on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these
-is stale, but for LightRFT's options.
+counts, lists of commands, LightRFT's options, differences from TRL, the self-check's example, pinned versions, and
+entries of public names on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test
+fails where one of these is stale, but for LightRFT's options.
 """
 
 import json

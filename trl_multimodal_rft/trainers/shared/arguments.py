@@ -49,7 +49,8 @@ _NAMES_BY_INTERVAL = {
     "[1, inf]": (
         "eval_accumulation_steps generation_batch_size gradient_accumulation_steps max_completion_length "
         "num_generations_eval num_iterations per_device_eval_batch_size per_device_train_batch_size "
-        "precompute_ref_batch_size ref_model_sync_steps steps_per_generation vllm_max_model_length vllm_tensor_parallel_size"
+        "precompute_ref_batch_size ref_model_sync_steps steps_per_generation vllm_max_model_length "
+        "vllm_tensor_parallel_size"
     ),
     "[-1, inf]": "top_k",
     "[0, 1]": "label_smoothing ld_alpha min_p ref_model_mixup_alpha",
@@ -206,8 +207,8 @@ def as_rates(value: Any) -> dict[str, float] | None:
 
 def check_padding(multiple: int | str | None) -> None:
     """
-    Raises a `ValueError` if `pad_to_multiple_of` is neither "auto" nor `None` nor a whole number above 0. Commands pass
-    the last two as texts.
+    Raises a `ValueError` if `pad_to_multiple_of` is neither "auto" nor `None` nor a whole number above 0. Commands
+    pass the last two as texts.
     """
     text = str(multiple).lower()
     is_number = text.isdecimal() and int(text) > 0

@@ -153,7 +153,7 @@ class MediaArguments(CheckedKeywords, _Config):
             if getattr(self, f"activation_{suffix}", False) is None:
                 setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
         check_values(self)
-        check_padding(self.pad_to_multiple_of)
+        check_padding(getattr(self, "pad_to_multiple_of", "auto"))
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
