@@ -2,10 +2,11 @@
 """
 Every option of TRL's configs means here what it means in TRL's trainers, but for the table of `difference_table.py`.
 
-All fields of the eight configs run with valid values and neighbours (a wrong word, -1, NaN, the text "False"), by TRL's trainer and by this package's on the same rows and completions. Losses, metrics, weights, names of saved files
-and the config's value have to be equal, or both have to refuse the value. Fields of transformers run all their values in
-GRPO (with sampling) and SFT (without), and the first in the other trainers. Fields about servers, the Hub and devices
-make configs alone. A trainer's own fields about data run on text and on images.
+All fields of the eight configs run with valid values and with neighbours (a wrong word, -1, NaN, the text "False"),
+by TRL's trainer and by this package's on the same rows and completions. Losses, metrics, weights, names of saved
+files and the config's value have to be equal, or both have to refuse the value. Fields of transformers run all their
+values in GRPO (with sampling) and SFT (without), and the first in the other trainers. Fields about servers, the Hub
+and devices make configs alone. A trainer's own fields about data run on text and on images.
 
 The fields are in the weekly suite, and a sample of them in the gate.
 """
