@@ -116,7 +116,7 @@ OF_RESULTS = [
         "`entropy_source=\"current(scope='micro_batch')\"`",
     ),
     Difference(
-        ("grpo", "rloo", "ppo", "distillation"),
+        ("grpo", "ppo", "distillation"),
         ("log_completions",),
         (True,),
         DIFFERS,
@@ -125,7 +125,7 @@ OF_RESULTS = [
         "names of files",
     ),
     Difference(
-        ("grpo", "rloo", "ppo", "distillation"),
+        ("grpo", "ppo", "distillation"),
         ("num_completions_to_print",),
         None,
         DIFFERS,
@@ -134,7 +134,7 @@ OF_RESULTS = [
         "names of files",
     ),
     Difference(
-        ("grpo", "rloo", "ppo", "distillation"),
+        ("grpo", "ppo", "distillation"),
         ("log_unique_prompts",),
         (True,),
         DIFFERS,
@@ -327,7 +327,7 @@ OF_ERRORS = [
     ),
     Difference(WITH_REWARDS, ("num_generations_eval",), (0,), REFUSED, "an error", "a count from 1 on"),
     Difference(("grpo", "rloo"), ("num_iterations",), (0,), REFUSED, "an error", "a count from 1 on"),
-    Difference(("dpo",), ("precompute_ref_batch_size",), (0,), REFUSED, "an error", "a count from 1 on"),
+    Difference(("dpo", "kto"), ("precompute_ref_batch_size",), (0,), REFUSED, "an error", "a count from 1 on"),
     Difference(
         ANY,
         ("top_p",),
@@ -348,12 +348,21 @@ OF_ERRORS = [
     ),
     Difference(ANY, ("reward_weights", "loss_weights"), ([NAN, 1.0],), REFUSED, "an error", NOT_FINITE),
     Difference(
-        READING,
+        ("sft", "kto"),
         ("max_length",),
         (-1,),
         REFUSED,
         "an error",
         "TRL cuts the last token of each row",
+    ),
+    Difference(
+        ("dpo",),
+        ("max_length",),
+        (-1,),
+        REFUSED,
+        "an error",
+        "TRL cuts the last token of each row",
+        rows="images",
     ),
     Difference(
         ("kto",),
@@ -381,10 +390,11 @@ OF_ERRORS = [
         "an error",
         "no option of `generate`, which TRL leaves out",
     ),
+    Difference(SAMPLING, ("vllm_mode",), ("colocatex",), REFUSED, "an error", "a wrong word"),
     Difference(
-        ANY,
-        ("vllm_mode", "train_sampling_strategy", "report_to"),
-        ("colocatex", "randomx", "tensorboardx"),
+        ("grpo", "sft"),
+        ("train_sampling_strategy", "report_to"),
+        ("randomx", "tensorboardx"),
         REFUSED,
         "an error",
         "a wrong word",
@@ -579,5 +589,52 @@ OPEN = [
 
 DIFFERENCES = [*OPEN, *OF_RESULTS, *OF_LAYOUT, *OF_ERRORS, *OF_MORE]
 
-# Options that change neither results nor files of TRL's runs here, though a run is made
-WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {}
+# Options that change neither results nor files of TRL's runs here, though runs are made: about speed, devices, logs,
+# or what these runs haven't got, such as tools
+_NOWHERE = """
+activation_checkpointing activation_checkpointing_kwargs average_tokens_across_devices batch_eval_metrics
+bf16_full_eval dataloader_drop_last dataloader_in_order dataloader_pin_memory disable_tqdm do_eval do_predict
+do_train enable_jit_checkpoint eval_accumulation_steps eval_do_concat_batches eval_use_gather_object
+fp16_full_eval full_determinism gradient_checkpointing gradient_checkpointing_kwargs ignore_data_skip
+include_for_metrics label_names length_column_name liger_kernel_config log_level log_level_replica
+log_on_each_node logging_nan_inf_filter metric_for_best_model optim_args optim_target_modules pad_to_multiple_of
+prediction_loss_only project remove_unused_columns restore_callback_states_from_checkpoint
+resume_from_checkpoint run_name save_on_each_node skip_memory_metrics torch_empty_cache_steps trust_remote_code
+use_cache use_cpu
+"""
+_BY_TRAINER = {
+    "grpo": """
+    cache_implementation data_seed label_smoothing_factor log_multimodal log_unique_prompts
+    max_tool_calling_iterations num_completions_to_print train_sampling_strategy
+    """,
+    "rloo": """
+    cache_implementation data_seed dataloader_num_workers label_smoothing_factor log_completions log_multimodal
+    log_unique_prompts num_completions_to_print train_sampling_strategy
+    """,
+    "ppo": """
+    cache_implementation data_seed dataloader_num_workers label_smoothing_factor log_multimodal
+    log_unique_prompts max_tool_calling_iterations num_completions_to_print train_sampling_strategy
+    """,
+    "sft": """
+    assistant_only_loss auto_find_batch_size dataset_num_proc eval_packing include_num_input_tokens_seen
+    load_best_model_at_end pad_token
+    """,
+    "dpo": """
+    auto_find_batch_size dataloader_num_workers dataset_num_proc include_num_input_tokens_seen
+    load_best_model_at_end pad_token padding_free precompute_ref_batch_size precompute_ref_log_probs
+    """,
+    "kto": """
+    auto_find_batch_size data_seed dataloader_num_workers dataset_num_proc include_num_input_tokens_seen
+    precompute_ref_batch_size precompute_ref_log_probs seed
+    """,
+    "reward": """
+    auto_find_batch_size dataloader_num_workers dataset_num_proc eos_token include_num_input_tokens_seen
+    load_best_model_at_end
+    """,
+    "distillation": """
+    bf16 cache_implementation data_seed dataloader_num_workers label_smoothing_factor load_best_model_at_end
+    log_unique_prompts max_tool_calling_iterations num_completions_to_print teacher_model_name_or_path
+    teacher_model_revision train_sampling_strategy
+    """,
+}
+WITHOUT_EFFECT = {name: {*_NOWHERE.split(), *options.split()} for name, options in _BY_TRAINER.items()}

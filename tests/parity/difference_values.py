@@ -50,7 +50,7 @@ BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}  # otherwise a cache fills t
 EXPLICIT: dict[str, list] = {
     "entropy_coef_max": [0.12, -1.0, math.nan],
     "entropy_coef_min": [0.08, -1.0, math.nan],
-    "entropy_target": [2.0, -1.0, math.nan],
+    "entropy_target": [9.0, -1.0, math.nan],
     "accelerator_config": [{"split_batches": True}, {"split_batchesx": True}, "x"],
     "activation_checkpointing_kwargs": [{"use_reentrant": True}, {"use_reentrantx": True}, "x"],
     "adam_beta1": [0.5, 1.0, -1.0, math.nan],
@@ -72,13 +72,15 @@ EXPLICIT: dict[str, list] = {
     "delta": [1.05, -1.0, 0.0, math.nan],
     "eos_token": ["<|endoftext|>", "<|nowhere|>"],
     "eval_accumulation_steps": [1, -1, 0],
-    "eval_delay": [1.0, -1.0, math.nan],
+    "eval_delay": [2.0, -1.0, math.nan],
+    "eval_packing": [False, True, "False"],
+    "completion_only_loss": [False, True, "False"],
     "eval_steps": [2, 0.5, -1, 0],
     "fsdp": ["full_shard", "full_shardx"],
     "fsdp_config": [{"fsdp_version": 2}, "/nowhere.json"],
     "generation_batch_size": [8, 6, -1],
     "generation_kwargs": [{"max_new_tokens": 4}, {"max_new_tokensx": 4}, {"temperature": -1.0}, "x"],
-    "gradient_accumulation_steps": [1, 0, -1],
+    "gradient_accumulation_steps": [2, 0, -1],
     "gradient_checkpointing_kwargs": [{"use_reentrant": True}, {"use_reentrantx": True}, "x"],
     "hub_model_id": ["somebody/model"],
     "hub_revision": ["main"],
@@ -98,7 +100,7 @@ EXPLICIT: dict[str, list] = {
     "loss_weights": [[0.5, 2.0], [0.5], [math.nan, 1.0], [-1.0, 1.0]],
     "lr_scheduler_kwargs": [{"num_cycles": 2}, {"num_cyclesx": 2}, "x"],
     "lr_scheduler_type": [
-        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant_with_warmup", "inverse_sqrt"),
+        *("cosine", "linear", "cosine_with_restarts", "polynomial", "constant_with_warmup", "inverse_sqrt"),
         *("cosine_with_min_lr", "reduce_lr_on_plateau", "warmup_stable_decay", "linearx"),
     ],
     "max_grad_norm": [0.1, 0.0, -1.0, math.nan],
@@ -115,7 +117,7 @@ EXPLICIT: dict[str, list] = {
     "num_iterations": [2, 0, -1],
     "num_train_epochs": [0.5, 2.0, 0.0, -1.0, math.nan],
     "off_policy_mask_threshold": [0.001, -1.0, math.nan],
-    "optim": ["adamw_torch", "adafactor", "adagrad", "sgdx"],
+    "optim": ["adafactor", "adamw_torch", "adagrad", "sgdx"],
     "optim_args": ["lr=0.2", "momentum=0.9", "x"],
     "optim_target_modules": [["q_proj"], "all-linear"],
     "output_dir": ["elsewhere"],
@@ -124,7 +126,7 @@ EXPLICIT: dict[str, list] = {
     "packing_strategy": ["bfd", "bfd_split", "wrapped", "bfdx"],
     "parallelism_config": ["x"],
     "per_device_eval_batch_size": [2, 0, -1],
-    "per_device_train_batch_size": [8, 3, 0, -1],
+    "per_device_train_batch_size": [2, 3, 0, -1],
     "precompute_ref_batch_size": [1, 0, -1],
     "ref_model_mixup_alpha": [0.9, 0.0, -1.0, 1.5, math.nan],
     "ref_model_sync_steps": [2, 0, -1],
@@ -134,8 +136,8 @@ EXPLICIT: dict[str, list] = {
     "reward_weights": [[1.0, 0.5], [1.0], [math.nan, 1.0], [-1.0, 1.0], "x"],
     "run_name": ["mine"],
     "project": ["mine"],
-    "save_steps": [2, 0.5, 0, -1],
-    "save_strategy": ["steps", "epoch", "best", "no", "stepsx"],
+    "save_steps": [1, 0.5, 0, -1],
+    "save_strategy": ["epoch", "steps", "best", "no", "stepsx"],
     "save_total_limit": [1, 0, -1],
     "scale_rewards": ["batch", "none", True, False, "batchx"],
     "seed": [7, -1],
@@ -184,6 +186,7 @@ OF_TRAINER: dict[tuple[str, str], list] = {
     ("dpo", "loss_type"): [[name] for name in (*DPO_LOSSES.split(), "sft", "sigmoid_norm", "sigmoidx")]
     + ["hinge", ["sigmoid", "sft"]],
     ("kto", "loss_type"): ["kto", "apo_zero_unpaired", "ktox"],
+    ("reward", "max_length"): [50, 3, None, 0, -1],
     ("sft", "loss_type"): ["nll", "dft", "chunked_nll", "nllx"],
     ("distillation", "beta"): [0.0, 0.5, 2.0, -1.0, math.nan],
 }
@@ -262,7 +265,7 @@ SAMPLED = {
 ABOUT_DATA = {
     *("assistant_only_loss", "completion_only_loss", "dataset_num_proc", "log_multimodal", "max_completion_length"),
     *("max_length", "packing", "padding_free", "pad_to_multiple_of", "remove_unused_columns", "truncation_mode"),
-    *("loss_type", "shuffle_dataset", "num_generations", "precompute_ref_log_probs", "chat_template_kwargs"),
+    *("loss_type", "shuffle_dataset", "num_generations", "precompute_ref_log_probs"),
 }
 WITH_IMAGES = {name for name, subject in SUBJECTS.items() if subject.images is not None}
 
