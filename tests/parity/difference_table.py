@@ -388,7 +388,7 @@ OF_ERRORS = [
         ({"max_new_tokensx": 4},),
         REFUSED,
         "an error",
-        "no option of `generate`, which TRL leaves out",
+        "no option of `generate`; a run of TRL ignores it",
     ),
     Difference(SAMPLING, ("vllm_mode",), ("colocatex",), REFUSED, "an error", "a wrong word"),
     Difference(
@@ -405,7 +405,7 @@ OF_ERRORS = [
         (True,),
         REFUSED,
         "an error without a GPU",
-        "the CPU has no float16 to compute in; TRL trains on in float32",
+        "float16 and its scaler need a GPU",
         as_trl="`fp16=False`",
     ),
     Difference(
