@@ -3,9 +3,9 @@
 Writes what follows from the rest of the repository; `make fix` runs it.
 
 It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
-counts, lists of commands, LightRFT's options, the self-check's example, pinned versions, and entries of public names
-on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test fails where one of these
-is stale, but for LightRFT's options.
+counts, lists of commands, LightRFT's options, differences from TRL, the self-check's example, pinned versions, and
+entries of public names on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test
+fails where one of these is stale, but for LightRFT's options.
 """
 
 import json
@@ -28,6 +28,7 @@ import trl  # noqa: E402
 from families_report.report import MARK  # noqa: E402
 from helpers import reference_pages  # noqa: E402
 from packaging.requirements import Requirement  # noqa: E402
+from parity import difference_page  # noqa: E402
 
 import trl_multimodal_rft  # noqa: E402
 from trl_multimodal_rft import data, evaluation, lightrft, models, rewards, trainers  # noqa: E402
@@ -42,6 +43,7 @@ from trl_multimodal_rft.versions import UNTESTED  # noqa: E402
 ROOT = Path(__file__).parents[2]
 README, FAMILIES, INSTALL = (ROOT / name for name in ("README.md", "docs/generated/families.md", "docs/install.md"))
 LIGHTRFT = ROOT / "docs" / "from_lightrft.md"
+DIFFERENCES = ROOT / "docs" / "where_it_differs.md"
 COLUMNS = ROOT / "tests" / "columns"
 PUBLIC = [trl_multimodal_rft, data, evaluation, lightrft, models, rewards, trainers]
 SELF_CHECK = SelfCheck(
@@ -212,6 +214,7 @@ def derived() -> dict[Path, str]:
     texts[INSTALL] = with_block(texts[INSTALL], "versions", versions_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "options", lightrft_table())
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "pages", reference_pages.table())
+    texts[DIFFERENCES] = with_block(texts[DIFFERENCES], "differences", difference_page.tables())
     texts[README] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[README], flags=re.MULTILINE)
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
     drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))

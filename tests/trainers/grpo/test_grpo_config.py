@@ -223,6 +223,17 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"loss_type": "dapo(drift_coef=0.1)"}, "'dapo' has no setting 'drift_coef', only []"),
         ({"loss_type": "cpgd", "epsilon": 1.0}, "`epsilon` (1.0) must be below 1"),
         ({"reward_clip_range": [0.0, 1.0, 2.0]}, "`reward_clip_range` must be (min, max)"),
+        ({"warmup_steps": float("nan")}, "`warmup_steps` must be at least 0 and finite, got nan"),
+        ({"neftune_noise_alpha": -1.0}, "`neftune_noise_alpha` must be at least 0, got -1.0"),
+        ({"eval_accumulation_steps": 0}, "`eval_accumulation_steps` must be at least 1, got 0"),
+        ({"log_level": "errorx"}, "`log_level` must be one of"),
+        *(
+            (
+                {"pad_to_multiple_of": value},
+                f"`pad_to_multiple_of` must be a whole number above 0, 'auto' or `None`, got {value!r}",
+            )
+            for value in (0, -1, "autox", True)
+        ),
         *(
             ({"loss_type": name, "importance_sampling_level": "sequence"}, f"`loss_type={name!r}` clips the ratios of")
             for name in ("cpgd", "gmpo", "dual_clip")
@@ -594,3 +605,9 @@ def test_options_of_loaders_that_do_nothing_here_warn_once(name, tmp_path, caplo
         assert caplog.text.count(f"`{option}={value!r}` has no effect here") == 1
         # So that a copy of the config doesn't warn again
         assert getattr(config, option) == config_class.__dataclass_fields__[option].default
+
+
+@pytest.mark.parametrize("bounds", [(3.0, 1.0), (float("nan"), 1.0), (1.0,)])
+def test_config_of_rloo_refuses_bounds_of_rewards_in_no_order(bounds):
+    with pytest.raises(ValueError, match=r"`reward_clip_range` must be \(min, max\) with min < max"):
+        MultimodalRLOOConfig("out", use_cpu=True, bf16=False, reward_clip_range=bounds)

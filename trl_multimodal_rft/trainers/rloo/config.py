@@ -7,7 +7,7 @@ from typing import Literal
 from trl import RLOOConfig
 
 from ..shared.arguments import check_values, help_from_docstring
-from ..shared.multimodal_config import MultimodalArguments, check_sampling
+from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
 @help_from_docstring
@@ -79,4 +79,5 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
                 "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
                 "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`."
             )
+        check_range(self, "reward_clip_range")
         check_sampling(self)

@@ -34,22 +34,23 @@ logger = get_logger(__name__)
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _NAMES_BY_INTERVAL = {
     "[0, inf]": (
-        "adam_epsilon epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
+        "adam_epsilon dataset_num_proc epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
         "vllm_importance_sampling_clip_min weight_decay"
     ),
     "(-inf, inf)": (
         "entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target f_alpha_divergence_coef"
     ),
     "[0, inf)": (
-        "beta center_rewards_coefficient desirable_weight learning_rate num_train_epochs undesirable_weight "
-        "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos"
+        "beta center_rewards_coefficient desirable_weight learning_rate neftune_noise_alpha num_train_epochs "
+        "undesirable_weight vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos warmup_steps"
     ),
     "(0, inf]": "delta sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_clip_max",
     "(0, inf)": "discopop_tau repetition_penalty temperature",
     "[1, inf]": (
-        "generation_batch_size gradient_accumulation_steps max_completion_length num_generations_eval num_iterations "
-        "per_device_eval_batch_size per_device_train_batch_size ref_model_sync_steps steps_per_generation "
-        "vllm_max_model_length vllm_tensor_parallel_size"
+        "eval_accumulation_steps generation_batch_size gradient_accumulation_steps max_completion_length "
+        "num_generations_eval num_iterations per_device_eval_batch_size per_device_train_batch_size "
+        "precompute_ref_batch_size ref_model_sync_steps steps_per_generation vllm_max_model_length "
+        "vllm_tensor_parallel_size"
     ),
     "[-1, inf]": "top_k",
     "[0, 1]": "label_smoothing ld_alpha min_p ref_model_mixup_alpha",
@@ -57,7 +58,10 @@ _NAMES_BY_INTERVAL = {
     "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
 }
 # Choices of TRL's and transformers' arguments whose annotations lack them
+_LOG_LEVELS = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 _CHOICES = {
+    "log_level": _LOG_LEVELS,
+    "log_level_replica": _LOG_LEVELS,
     "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
     "packing_strategy": Literal["bfd", "bfd_split", "wrapped"],
     "scale_rewards": Literal["group", "batch", "none", True, False],
@@ -199,6 +203,20 @@ def as_rates(value: Any) -> dict[str, float] | None:
         if not 0 < rate < math.inf:
             raise ValueError(f"`learning_rates[{key!r}]` must be above 0, got {rate}; `freeze` keeps a part as it is.")
     return rates
+
+
+def check_padding(multiple: int | str | None) -> None:
+    """
+    Raises a `ValueError` if `pad_to_multiple_of` is neither "auto" nor `None` nor a whole number above 0. Commands
+    pass the last two as texts.
+    """
+    text = str(multiple).lower()
+    is_number = text.isdecimal() and int(text) > 0
+    if not is_number and text not in ("auto", "none", "null"):
+        raise ValueError(
+            f"`pad_to_multiple_of` must be a whole number above 0, 'auto' or `None`, got {multiple!r}; 'auto' pads to "
+            "the longest row on all devices but those of Neuron."
+        )
 
 
 class Needs:

@@ -26,6 +26,7 @@ from .arguments import (
     check_dtype,
     check_generation_kwargs,
     check_json,
+    check_padding,
     check_unused,
     check_values,
     help_from_docstring,
@@ -156,6 +157,7 @@ class MediaArguments(CheckedKeywords, _Config):
             if getattr(self, f"activation_{suffix}", False) is None:
                 setattr(self, f"activation_{suffix}", getattr(self, f"gradient_{suffix}"))
         check_values(self)
+        check_padding(getattr(self, "pad_to_multiple_of", "auto"))
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
@@ -522,7 +524,7 @@ class MultimodalArguments(SamplingArguments):
 def check_range(config, name: str) -> None:
     """Raises `ValueError` unless an argument is `None`, or a smallest value followed by a larger one."""
     bounds = getattr(config, name)
-    if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+    if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):  # NaN isn't below anything
         raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")
 
 
