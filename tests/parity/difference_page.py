@@ -21,13 +21,12 @@ NAMES = {
     "distillation": "distillation",
 }
 SECTIONS = [
-    ("Other results", lambda entry: entry.outcome == DIFFERS and not entry.is_open),
-    ("Values that TRL takes, and that are errors here", lambda entry: entry.outcome == REFUSED and not entry.is_open),
+    ("Other results", lambda entry: entry.outcome == DIFFERS),
+    ("Values that TRL takes, and that are errors here", lambda entry: entry.outcome == REFUSED),
     (
         "Values that TRL refuses, and that train here",
-        lambda entry: entry.outcome not in (DIFFERS, REFUSED) and not entry.is_open,
+        lambda entry: entry.outcome not in (DIFFERS, REFUSED),
     ),
-    ("Defects that are known, and not mended yet", lambda entry: entry.is_open),
 ]
 
 

@@ -26,7 +26,7 @@ class Difference:
     An entry: the trainers, options and values that it is about, what comes of them here, and why.
 
     `values` of `None` are all values that run, `rows` of `None` all kinds of rows. `size` is how much results differ
-    in the tests' runs, `as_trl` what does as TRL. An entry that is open is a defect.
+    in the tests' runs, `as_trl` what does as TRL.
     """
 
     trainers: tuple[str, ...]
@@ -38,7 +38,6 @@ class Difference:
     size: str = ""
     as_trl: str = ""
     rows: str | None = None
-    is_open: bool = False
 
     def matches(self, trainer: str, option: str, value: Any, rows: str) -> bool:
         return (
@@ -207,7 +206,7 @@ OF_RESULTS = [
 OTHER_NUMBERS = "random numbers are drawn for the rows of a forward, which are laid out in another way"
 OF_RESULTS += [
     Difference(
-        (*READING, "distillation"),
+        ("sft",),
         ("neftune_noise_alpha",),
         (5.0,),
         DIFFERS,
@@ -517,77 +516,63 @@ OF_MORE = [
     ),
 ]
 
-# Defects that aren't mended yet
-OPEN = [
-    Difference(
-        ("sft",),
-        ("eos_token",),
-        ("<|endoftext|>",),
-        DIFFERS,
-        "plain texts end with the tokenizer's own token",
-        "the option isn't read for texts without a chat template",
-        "a token of each row",
-        is_open=True,
-    ),
-    Difference(
-        WITH_REWARDS + ("distillation",),
-        ("include_num_input_tokens_seen",),
-        None,
-        REFUSED,
-        "`KeyError: 'train_loss'` at the first log",
-        "the lines on the console take these logs for those of a run's end",
-        is_open=True,
-    ),
-    Difference(
-        WITH_REWARDS,
-        ("neftune_noise_alpha",),
-        (5.0,),
-        DIFFERS,
-        "other noise",
-        "it is drawn for the rows of a forward, which are laid out in another way, and in other forwards",
-        "the noise itself",
-        is_open=True,
-    ),
-    Difference(
-        ("kto",),
-        ("router_aux_loss_coef",),
-        (0.5,),
-        DIFFERS,
-        "another load-balancing loss",
-        "it isn't the mean over the tokens of the completions alone",
-        "1e-2 of `aux_loss`, 0.1 of an update",
-        is_open=True,
-    ),
-    Difference(
-        ("reward",),
-        ("pad_token",),
-        ("<|endoftext|>",),
-        REFUSED,
-        "`AttributeError` about `generation_config`",
-        "the trainer sets the token in a config that reward models lack",
-        is_open=True,
-    ),
+OF_MORE += [
     Difference(
         ANY,
         ("dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
         (True, 2, -1, "fork", "forkx"),
         ACCEPTED,
         "no effect, and a warning",
-        "torch refuses them without `dataloader_num_workers`",
-        is_open=True,
+        "torch refuses them without `dataloader_num_workers`; processes of this package read rows ahead",
+        "none",
     ),
     Difference(
-        ("grpo", "sft"),
-        ("dataloader_num_workers",),
-        (-1,),
+        ANY,
+        ("use_liger_kernel",),
+        (True,),
         ACCEPTED,
-        "no processes",
-        "torch refuses it",
-        is_open=True,
+        "no effect, and a warning",
+        "packed rows need this package's forward; `torch_compile=True` fuses the same operations",
+        "none; without the package `liger-kernel`, TRL raises an error",
+    ),
+    Difference(
+        SAMPLING,
+        ("neftune_noise_alpha",),
+        (5.0,),
+        REFUSED,
+        "an error",
+        "completions would be sampled by another policy than the one that is trained",
+    ),
+    Difference(
+        ("dpo", "kto", "reward"),
+        ("neftune_noise_alpha",),
+        (5.0,),
+        REFUSED,
+        "an error with packed rows",
+        "the noise depends on the length of a row, which packed rows don't have",
+        as_trl="`packing='padded'`, with other noise of the same size",
+    ),
+    Difference(
+        SAMPLING,
+        ("train_sampling_strategy",),
+        ("sequential", "group_by_length"),
+        REFUSED,
+        "an error",
+        "it has no effect in TRL; `shuffle_dataset` says whether rows are shuffled",
+    ),
+    Difference(
+        SAMPLING,
+        ("data_seed",),
+        (7, -1),
+        DIFFERS,
+        "the order of rows follows it",
+        "TRL's samplers follow `seed` alone",
+        "the order of rows",
+        "`data_seed=None`",
     ),
 ]
 
-DIFFERENCES = [*OPEN, *OF_RESULTS, *OF_LAYOUT, *OF_ERRORS, *OF_MORE]
+DIFFERENCES = [*OF_RESULTS, *OF_LAYOUT, *OF_ERRORS, *OF_MORE]
 
 # Options that change neither results nor files of TRL's runs here, though runs are made: about speed, devices, logs,
 # or what these runs haven't got, such as tools
@@ -604,20 +589,24 @@ use_cache use_cpu
 """
 _BY_TRAINER = {
     "grpo": """
-    cache_implementation data_seed label_smoothing_factor log_multimodal log_unique_prompts
+    cache_implementation label_smoothing_factor log_multimodal log_unique_prompts
     max_tool_calling_iterations num_completions_to_print train_sampling_strategy
+    data_seed dataloader_num_workers include_num_input_tokens_seen
     """,
     "rloo": """
-    cache_implementation data_seed dataloader_num_workers label_smoothing_factor log_completions log_multimodal
+    cache_implementation dataloader_num_workers label_smoothing_factor log_completions log_multimodal
     log_unique_prompts num_completions_to_print train_sampling_strategy
+    data_seed include_num_input_tokens_seen
     """,
     "ppo": """
-    cache_implementation data_seed dataloader_num_workers label_smoothing_factor log_multimodal
+    cache_implementation dataloader_num_workers label_smoothing_factor log_multimodal
     log_unique_prompts max_tool_calling_iterations num_completions_to_print train_sampling_strategy
+    data_seed include_num_input_tokens_seen
     """,
     "sft": """
     assistant_only_loss auto_find_batch_size dataset_num_proc eval_packing include_num_input_tokens_seen
     load_best_model_at_end pad_token
+    dataloader_num_workers
     """,
     "dpo": """
     auto_find_batch_size dataloader_num_workers dataset_num_proc include_num_input_tokens_seen
@@ -630,11 +619,13 @@ _BY_TRAINER = {
     "reward": """
     auto_find_batch_size dataloader_num_workers dataset_num_proc eos_token include_num_input_tokens_seen
     load_best_model_at_end
+    pad_token
     """,
     "distillation": """
     bf16 cache_implementation data_seed dataloader_num_workers label_smoothing_factor load_best_model_at_end
     log_unique_prompts max_tool_calling_iterations num_completions_to_print teacher_model_name_or_path
     teacher_model_revision train_sampling_strategy
+    include_num_input_tokens_seen
     """,
 }
 WITHOUT_EFFECT = {name: {*_NOWHERE.split(), *options.split()} for name, options in _BY_TRAINER.items()}

@@ -64,15 +64,11 @@ def expected_by(entry: Difference | None) -> tuple[str, ...]:
 
 
 def check(trainer: str, option: str) -> None:
-    """Runs an option's values that are in no open entry, and compares each outcome with the table."""
+    """Runs an option's values, and compares each outcome with the table."""
     problems = []
     compared = []
-    has_open = False
     for value, rows in runs_of(trainer, option):
         entry = difference_of(trainer, option, value, rows)
-        if entry is not None and entry.is_open:
-            has_open = True
-            continue
         outcome = outcome_of(trainer, option, value, rows)
         if outcome.outcome in (SAME, DIFFERS):
             compared.append(outcome)
@@ -81,7 +77,7 @@ def check(trainer: str, option: str) -> None:
             problems.append(f"{described(outcome)}; the table has {' or '.join(expected)!r}")
     assert not problems, "\n".join(problems)
     # Equal results of an option without effect would say nothing
-    if compared and not has_open and not is_config_only(option):
+    if compared and not is_config_only(option):
         changes_results = any(outcome.has_effect for outcome in compared)
         assert changes_results != (option in WITHOUT_EFFECT[trainer]), "`WITHOUT_EFFECT` is wrong about it"
 
@@ -96,27 +92,6 @@ def test_option_is_trls(trainer, option):
 @pytest.mark.parametrize(("trainer", "option"), SAMPLE)
 def test_option_of_the_sample_is_trls(trainer, option):
     check(trainer, option)
-
-
-OPEN = []
-for _trainer, _option in ALL_OPTIONS:
-    _entries = []
-    for _value, _rows in runs_of(_trainer, _option):
-        _entry = difference_of(_trainer, _option, _value, _rows)
-        if _entry is not None and _entry.is_open and _entry not in _entries:
-            _entries.append(_entry)
-            _mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason=_entry.why)
-            OPEN.append(pytest.param(_trainer, _option, _entry, marks=_mark, id=f"{_trainer}-{_option}"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "option", "entry"), OPEN)
-def test_open_defect(trainer, option, entry):
-    """A defect that is known, and not mended yet. Once it is mended, its entry has to go."""
-    for value, rows in runs_of(trainer, option):
-        if difference_of(trainer, option, value, rows) is entry:
-            outcome = outcome_of(trainer, option, value, rows)
-            assert outcome.outcome != entry.outcome, described(outcome)
 
 
 def test_each_entry_is_about_a_value_that_runs():

@@ -236,12 +236,13 @@ class CompactLogCallback(TrainerCallback):
         optimizer: Optimizer,
         **_: EventPart,
     ):
+        is_end = "train_loss" in logs  # other logs may have `train_runtime`, too
         is_evaluation = any(name.startswith("eval_") for name in logs)
-        self._has_logged = self._has_logged or not (is_evaluation or "train_runtime" in logs)
+        self._has_logged = self._has_logged or not (is_evaluation or is_end)
         if not state.is_world_process_zero or not logs:
             return
         self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
-        if "train_runtime" in logs:
+        if is_end:
             if not self._has_logged:  # TRL logs the metrics of a run shorter than `logging_steps` with its totals
                 self._print(state, "", metric_values({"loss": logs["train_loss"], **logs}), self._pace(state))
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")

@@ -149,7 +149,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         self._log_media_contribution(model, inputs)
         n = len(inputs["sequences"])
         inputs = self._with_reference_logps(inputs)
-        scores = self._score(model, inputs, self.aux_loss_enabled)
+        scores, kl_logps = self._score_with_kl(model, inputs, n)
         row_scores = scores.rows(slice(n))
         outputs = SimpleNamespace(
             log_probs=row_scores.logps,
@@ -158,8 +158,22 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             aux_loss=row_scores.aux_loss,
         )
         # TRL's loss calls the model for the KL estimate first, if there is one, and then for the rows' completions
-        kl_outputs = [SimpleNamespace(log_probs=scores.logps[n:].detach())] if self.calculate_KL else []
+        kl_outputs = [SimpleNamespace(log_probs=kl_logps.detach())] if self.calculate_KL else []
         return self._loss_of_trl(_as_trl_batch(inputs), *kl_outputs, outputs), scores
+
+    def _score_with_kl(self, model: nn.Module, inputs: Batch, n: int) -> tuple[Scores, torch.Tensor]:
+        """
+        Returns scores, of which the first `n` are those of the rows' completions, and the log-probabilities of the
+        completions in the KL estimate.
+        """
+        if not (self.aux_loss_enabled and self.calculate_KL):
+            scores = self._score(model, inputs, self.aux_loss_enabled)
+            return scores, scores.logps[n:]
+        # As in TRL, the load-balancing loss is that of the rows' completions alone
+        names = ("prompts", "lengths", "completion_ids", "completion_mask")
+        with torch.no_grad():
+            kl_scores = self._score(model, inputs | {name: inputs[name][n:] for name in names})
+        return self._score(model, inputs | {name: inputs[name][:n] for name in names}, True), kl_scores.logps
 
     def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
         """Returns the row with its own completion only, since the pair's second completion is of another row."""

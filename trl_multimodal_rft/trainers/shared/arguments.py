@@ -34,8 +34,8 @@ logger = get_logger(__name__)
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _NAMES_BY_INTERVAL = {
     "[0, inf]": (
-        "adam_epsilon dataset_num_proc epsilon epsilon_high off_policy_mask_threshold router_aux_loss_coef "
-        "vllm_importance_sampling_clip_min weight_decay"
+        "adam_epsilon dataloader_num_workers dataset_num_proc epsilon epsilon_high off_policy_mask_threshold "
+        "router_aux_loss_coef vllm_importance_sampling_clip_min weight_decay"
     ),
     "(-inf, inf)": (
         "entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target f_alpha_divergence_coef"

@@ -353,7 +353,7 @@ def set_pad_token(model: PreTrainedModel, processing_class: Processor, token: st
         )
     tokenizer.pad_token = token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if model.generation_config is not None:  # a reward model has none
+    if getattr(model, "generation_config", None) is not None:  # a reward model has none
         model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
