@@ -6,7 +6,8 @@ Runs TRL's own tests of its trainers with this package's trainers in their place
     python tests/trl_suite CHECKOUT dpo kto    # these trainers only
     python tests/trl_suite CHECKOUT --trl      # TRL's own trainers, with the same stand-ins
 
-Prints what fails and isn't listed in `known.py`, or is listed and passes, and fails if there is any.
+Prints how many tests pass, of all and of those that touch a swapped class, and what fails and isn't listed in
+`known.py` with its error, or is listed and passes. Fails if there is any, or if pytest ends before all tests have run.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trl_suite.suite import FILES, known_failures, run, unexpected  # noqa: E402
+from trl_suite.suite import FILES, known_failures, run, summary, unexpected  # noqa: E402
 
 
 def main() -> int:
@@ -40,10 +41,7 @@ def main() -> int:
             select=arguments.k,
         )
     known = known_failures(with_trl=arguments.trl, self_check=not arguments.no_self_check)
-    for file in dict.fromkeys(name.partition("::")[0] for name in results):
-        outcomes = [result["outcome"] for name, result in results.items() if name.startswith(f"{file}::")]
-        counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
-        print(file, ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
+    print("\n".join(summary(results)))
     lines = unexpected(results, known)
     for name, line in lines.items():
         print(f"  {name}: {line}")

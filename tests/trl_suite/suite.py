@@ -3,12 +3,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from .known import KNOWN, TRL_FAILS, WITH_SELF_CHECK
+from .known import KNOWN, TRL_FAILS, WITH_SELF_CHECK, Reason
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -73,22 +74,44 @@ def run(
     return results
 
 
-def known_failures(*, with_trl: bool = False, self_check: bool = True) -> dict[str, str]:
+def known_failures(*, with_trl: bool = False, self_check: bool = True) -> dict[str, Reason]:
     """Returns the tests that can't pass with TRL's or this package's trainers, with their reasons."""
     ours = {} if with_trl else {**KNOWN, **(WITH_SELF_CHECK if self_check else {})}
     return {**TRL_FAILS, **ours}
 
 
-def unexpected(results: dict[str, dict], known: dict[str, str]) -> dict[str, str]:
+def unexpected(results: dict[str, dict], known: dict[str, Reason]) -> dict[str, str]:
     """
-    Returns what fails and isn't known, and what is known and passes, by the names of tests. What fails with TRL's own
-    trainers may pass.
+    Returns what fails and isn't known, what fails with another error than is known, and what is known and passes, by
+    the names of tests. What fails with TRL's own trainers may pass.
     """
     lines = {}
     for name, result in results.items():
-        failed, reason = result["outcome"] == "failed", known.get(name, known.get(name.partition("[")[0]))
+        failed = result["outcome"] == "failed"
+        reason = known.get(name, known.get(name.partition("[")[0]))
+        first_line = result["error"].partition("\n")[0]
         if failed and reason is None:
-            lines[name] = result["error"].partition("\n")[0]
+            lines[name] = first_line
+        elif failed and not re.search(reason.error, result["error"]):
+            lines[name] = f"fails with another error than is listed ({reason.text}): {first_line}"
         elif result["outcome"] == "passed" and name in known.keys() - TRL_FAILS.keys():
-            lines[name] = f"passes, though it is listed: {reason}"
+            lines[name] = f"passes, though it is listed: {reason.text}"
+    return lines
+
+
+def summary(results: dict[str, dict]) -> list[str]:
+    """
+    Returns a line for each file with counts of outcomes, and one about all tests that make an instance of a class of
+    this package. Distillation is left out of the last: TRL's tests of it are of another release's names.
+    """
+    lines = []
+    for file in dict.fromkeys(name.partition("::")[0] for name in results):
+        outcomes = [result["outcome"] for name, result in results.items() if name.startswith(f"{file}::")]
+        counts = {outcome: outcomes.count(outcome) for outcome in sorted({*outcomes})}
+        lines.append(f"{file} {', '.join(f'{n} {outcome}' for outcome, n in counts.items())}")
+    swapped = [
+        result["outcome"] for name, result in results.items() if result["is_swapped"] and "distillation" not in name
+    ]
+    if swapped:
+        lines.append(f"{swapped.count('passed')} passed of {len(swapped)} that touch a swapped class")
     return lines
