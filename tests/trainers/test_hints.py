@@ -123,3 +123,19 @@ def test_a_function_that_rewards_all_alike_is_named_after_eight_steps(tmp_path, 
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path / str(steps), **options).train()
         assert len(warned) == (steps == 8)
     assert "'always_one' has given all completions the same reward for 8 steps (1)" in warned[0]
+
+
+def test_groups_with_too_few_rewards_to_compare_are_counted(tmp_path):
+    """Of 4 completions, one has no reward, and sets of 3 others are all alike."""
+
+    def reward(prompts, **kwargs):
+        return [None if i % 4 == 0 else float(i % 4) for i in range(len(prompts))]
+
+    rows = Dataset.from_list([{"prompt": "What? " + "Really? " * i} for i in range(8)])
+    options = {"max_steps": 1, "logging_steps": 1, "self_check": False, "advantage_estimator": "pass_at_k(k=3)"}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path, reward=reward, **options)
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["signal/tokens"] == logs["signal/equal_rewards"] == 0
+    assert logs["signal/estimator"] + logs["signal/no_reward"] == pytest.approx(1)
+    assert logs["signal/estimator"] > 0.4 and logs["signal/no_reward"] > 0.05
