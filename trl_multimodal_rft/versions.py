@@ -261,12 +261,15 @@ def missing_parts() -> dict[str, str]:
     return {name: "lacks " + ", ".join(parts) for name, parts in missing.items() if parts}
 
 
+_source = lru_cache(inspect.getsource)  # reading it takes long, and trainers share their bases
+
+
 def missing_attributes() -> list[str]:
     """Returns the private attributes in [`ATTRIBUTES`] that no class of a trainer has or sets as `self.name`."""
     missing = []
     for path, names in ATTRIBUTES.items():
         trainer = pkgutil.resolve_name(path.removesuffix("."))
-        source = "".join(inspect.getsource(base) for base in trainer.__mro__ if base is not object)
+        source = "".join(map(_source, trainer.__mro__[:-1]))
         for name in names.split():
             if not hasattr(trainer, name) and not re.search(rf"self\.{name}\b[^=\n]* = ", source):
                 missing.append(f"`{path.replace(':', '.')}{name}`")

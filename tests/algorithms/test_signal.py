@@ -151,3 +151,9 @@ def test_causes_before_the_loss():
     causes = causes_by_reward(rewards, has_signal, differs, differs_clipped)
     names = [CAUSES[cause] if cause >= 0 else None for cause in causes.tolist()]
     assert names == [*["equal_rewards"] * 2, *["clipped_rewards"] * 2, *["estimator"] * 2, "no_reward", None]
+
+
+def test_a_loss_that_reads_no_log_probabilities_has_no_signal():
+    inputs = drawn()
+    loss = inputs.entropies.clone().requires_grad_() * 2
+    assert shares(signal_metrics(loss, inputs, PLAIN))["tokens"] == 0

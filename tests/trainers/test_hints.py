@@ -33,6 +33,15 @@ def test_steps_without_signal(shares, steps):
     assert steps_without_signal(history) == steps
 
 
+def test_steps_without_the_account():
+    """Before a version with it, and with a loss of one's own: rewards of groups tell."""
+    older = [{"step": step, "reward": 1.0} for step in range(1, 11)]
+    assert steps_without_signal([*older, {"step": 11, "signal/tokens": 0.0}]) == 1
+    equal, some = ({"frac_reward_zero_std": share} for share in (1.0, 0.5))
+    assert steps_without_signal([{"step": step, **equal} for step in range(1, 4)]) == 3
+    assert steps_without_signal([{"step": 1, **equal}, {"step": 2, **some}, {"step": 3, **equal}]) == 1
+
+
 def test_constant_rewards():
     def log(step, **functions):
         values = {f"rewards/{name}/{key}": value for name, pair in functions.items() for key, value in pair.items()}
@@ -73,6 +82,7 @@ SAME_REWARD = "The reward function 'always_one' has given all completions the sa
         (MultimodalRLOOTrainer, always_one, {"beta": 0.5}, "equal_rewards"),
         (MultimodalRLOOTrainer, equal_in_a_group, {"beta": 0.5}, "equal_rewards"),
         (MultimodalGRPOTrainer, equal_in_a_group, {"beta": 0.5, "kl_estimator": "k1"}, "equal_rewards"),
+        (MultimodalGRPOTrainer, always_one, {"advantage_estimator": "reinforce"}, "equal_rewards"),
         (MultimodalPPOTrainer, equal_in_a_group, {}, None),  # the critic's values differ from equal rewards
         (MultimodalPPOTrainer, always_one, {}, SAME_REWARD),
         (MultimodalGRPOTrainer, varied, {"reward_clip_range": (0.0, 1.0), "num_generations": 4}, None),

@@ -10,12 +10,21 @@ import torch
 from datasets import Dataset
 from helpers.families import ALL_FAMILIES
 from helpers.trainer_utils import load
-from peft import LoraConfig, OFTConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    BOFTConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from torch import nn
 from transformers import AutoProcessor
 
 import trl_multimodal_rft
-from trl_multimodal_rft.models.modes import has_dropout
+from trl_multimodal_rft.models.modes import has_dropout, turn_off_dropout
 from trl_multimodal_rft.models.parts import check_base_is_kept
 
 
@@ -48,6 +57,24 @@ def make(name: str, model: str, folder: Path, rows: list | None = None, objects:
     dataset = Dataset.from_list(rows or ROWS.get(name, PROMPTS))
     trainer = getattr(trl_multimodal_rft, f"Multimodal{name}Trainer")
     return trainer(model, args=config(str(folder), **{**OPTIONS, **options}), train_dataset=dataset, **arguments)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoHaConfig(target_modules=["q_proj"], rank_dropout=0.5),
+        LoKrConfig(target_modules=["q_proj"], module_dropout=0.5),
+        BOFTConfig(target_modules=["q_proj"], boft_block_size=4, boft_dropout=0.5),
+        LoraConfig(target_modules=["q_proj"], lora_dropout=0.5),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")
+def test_dropout_of_adapters_is_turned_off(config):
+    policy = get_peft_model(load(FAMILY)[0], config)
+    assert has_dropout(policy)
+    turn_off_dropout(policy)
+    assert not has_dropout(policy)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +151,16 @@ def test_prompts_are_sampled_as_rows_ask_or_refused(name, model, tmp_path):
         make(name, model, tmp_path, rows, objects).train()
     if name != "Distillation":
         make(name, model, tmp_path, rows, objects, chat_template_kwargs={"thinks": False}).train()
-    others = [{**row, "chat_template_kwargs": {"unread_by_the_template": 1, "thinks": None}} for row in rows]
+    # The same prompt: of names that the template doesn't read, of its default, in JSON, of a text
+    for value in ({"unread_by_the_template": 1, "thinks": None}, {"thinks": True}, '{"thinks": true}', None):
+        others = [{**row, "chat_template_kwargs": value} for row in rows]
+        make(name, model, tmp_path, others, objects).train()
+    others = [{"prompt": "What is it?", "chat_template_kwargs": {"thinks": False}, "unread": n} for n in range(4)]
     make(name, model, tmp_path, others, objects).train()
+    for value, problem in (("thinks", "is no JSON"), ("[1]", "is no dictionary")):
+        others = [{**row, "chat_template_kwargs": value} for row in rows]
+        with pytest.raises(ValueError, match=f"row 0, column 'chat_template_kwargs': .* {problem}"):
+            make(name, model, tmp_path, others, objects).train()
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO", "PPO", "Distillation"])
@@ -168,6 +203,18 @@ def test_weights_that_are_unfrozen_beside_an_adapter_are_named():
     layer = next(module for module in policy.modules() if isinstance(module, nn.LayerNorm | nn.Embedding))
     layer.requires_grad_(True)
     with pytest.raises(ValueError, match=r"1 weights of the base model are trainable .* such as '.*weight'"):
+        check_base_is_kept(policy, None, "the reference", "stop")
+    (name,) = (name for name, module in policy.get_base_model().named_modules() if module is layer)
+    check_base_is_kept(policy, None, "the reference", "stop", [name])  # frozen before the first update
+
+
+def test_adapters_that_are_off_change_nothing():
+    policy = get_peft_model(load(FAMILY)[0], LoraConfig(target_modules=["q_proj"]))
+    policy.add_adapter("other", LoraConfig(target_modules=["q_proj"], bias="lora_only"))
+    policy.set_adapter("default")
+    check_base_is_kept(policy, None, "the reference", "stop")
+    policy.set_adapter("other")
+    with pytest.raises(ValueError, match="`bias='lora_only'`"):
         check_base_is_kept(policy, None, "the reference", "stop")
 
 

@@ -79,11 +79,11 @@ def signal_metrics(loss: torch.Tensor, inputs: LossInputs, options: LossOptions)
         is_cause = (completions == index)[:, None].expand_as(mask)
         if cause in tokens:
             is_cause = is_cause | tokens[cause]
-        counts[cause] = (lost & is_cause).sum() + n_masked[completions == index].sum()
+        counts[cause] = (lost & is_cause).sum() + torch.where(completions == index, n_masked, 0).sum()
         lost = lost & ~is_cause
-    counts["truncation"] = counts["truncation"] + n_masked[completions < 0].sum()
+    counts["truncation"] = counts["truncation"] + torch.where(completions < 0, n_masked, 0).sum()
     metrics = {f"signal/{name}": share(count, n_sampled.sum()) for name, count in counts.items()}
-    n_completions = torch.tensor(len(mask), device=mask.device)
+    n_completions = torch.ones_like(completions).sum()
     return {"signal/completions": share(has_signal.any(1).sum(), n_completions), **metrics}
 
 
@@ -93,9 +93,12 @@ def _gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     values = torch.where(mask, loss, 0) if loss.shape == mask.shape else loss
     if not (values.requires_grad and inputs.logps.requires_grad):  # no completion was forwarded
         return torch.zeros_like(inputs.logps)
-    (gradient,) = torch.autograd.grad(values.sum(), inputs.logps, retain_graph=True)
-    return gradient
+    # A loss of one's own may not read them
+    (gradient,) = torch.autograd.grad(values.sum(), inputs.logps, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(inputs.logps) if gradient is None else gradient
 
 
 def _is_zero(values: torch.Tensor | float, mask: torch.Tensor) -> torch.Tensor:
-    return (torch.as_tensor(values, device=mask.device) == 0).expand_as(mask)
+    if isinstance(values, torch.Tensor):
+        return (values == 0).expand_as(mask)
+    return torch.full_like(mask, values == 0)

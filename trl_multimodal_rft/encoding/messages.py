@@ -1,8 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks of messages, media and placeholders of a prompt, whose errors name the row and the column."""
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -55,6 +56,25 @@ def template_names(processor: Processor, template_kwargs: dict[str, Any]) -> set
     sources = template.values() if isinstance(template, dict) else [template]
     tokens = chain.from_iterable(map(Environment().lex, sources))
     return {name for _, token_type, name in tokens if token_type == "name"}
+
+
+def template_variables(row: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Returns a row's `chat_template_kwargs`, a dictionary or its JSON, without entries of `None`. Raises a `ValueError`,
+    with the row and the column, for other values.
+    """
+    label = f"row {getattr(row, 'row_index', 0)}, column 'chat_template_kwargs'"
+    variables = row.get("chat_template_kwargs") or {}
+    if isinstance(variables, str):
+        try:
+            variables = json.loads(variables)
+        except ValueError:
+            raise ValueError(f"{label}: {variables!r:.60} is no JSON; write a dictionary") from None
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"{label}: {variables!r:.60} is no dictionary; write one, such as {{'enable_thinking': False}}"
+        )
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def template_marks(processor: Processor, template_kwargs: dict[str, Any]) -> TemplateMarks:

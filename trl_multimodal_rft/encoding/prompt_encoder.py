@@ -17,7 +17,7 @@ from ..data.rows.names import TEACHER, TEACHER_COLUMNS, check_has_prompt
 from ..data.rows.rendered import RenderedPrompt, TemplateMarks
 from ..views.views import View
 from .media import check_hears_videos
-from .messages import template_marks, template_names
+from .messages import template_marks, template_names, template_variables, write_chat
 from .processors import Processor, checked_prompt, checked_texts
 from .prompts import EncodedPrompt, cast_features, encode_prompt, placeholder_tokens
 
@@ -58,12 +58,13 @@ class PromptEncoder:
         """
         if "prompt" not in rows[0]:
             return [None] * len(rows)
-        for row in rows:
-            self._check_template_variables(row)
         rendered = [self._rendered(row) for row in rows]
         raw_rows = [row for row, prompt in zip(rows, rendered, strict=True) if prompt is None]
         options = (self.ignored_media_columns, self._placeholders, self.media_rules, prefix, self.marks)
-        raw_prompts = (row["prompt"] for row in rows_to_messages(raw_rows, *options))
+        message_rows = rows_to_messages(raw_rows, *options)
+        for row, message_row in zip(raw_rows, message_rows, strict=True):
+            self._check_template_variables(row, message_row["prompt"])
+        raw_prompts = (row["prompt"] for row in message_rows)
         return [next(raw_prompts) if prompt is None else prompt for prompt in rendered]
 
     @cached_property
@@ -75,20 +76,26 @@ class PromptEncoder:
     def _template_names(self) -> set[str]:
         return template_names(self.processor, self.template_kwargs)
 
-    def _check_template_variables(self, row: Row) -> None:
+    def _check_template_variables(self, row: Row, prompt: str | list) -> None:
         """Raises a `ValueError` for a row whose `chat_template_kwargs` ask for another prompt than is sampled."""
-        variables = row.get("chat_template_kwargs") or {}
+        variables = template_variables(row)
         others = {
             name: value
             for name, value in variables.items()
-            if value is not None and name in self._template_names and self.template_kwargs.get(name) != value
+            if name in self._template_names and self.template_kwargs.get(name) != value
         }
-        if others:
+        if not others or isinstance(prompt, str):
+            return
+        label = f"row {row.row_index}, column 'chat_template_kwargs'"
+        texts = set()
+        for template_kwargs in (self.template_kwargs, {**self.template_kwargs, **others}):
+            options = {"add_generation_prompt": True, **template_kwargs}
+            texts.add(write_chat(prompt, self.processor, label, **options))
+        if len(texts) > 1:
             raise ValueError(
-                f"row {row.row_index}, column 'chat_template_kwargs': all prompts of a run are sampled with the same "
-                f"variables of the chat template, but the row has {others!r:.200}; set "
-                "`chat_template_kwargs` in the config to the values of the rows, and give other rows a run of their "
-                "own, or remove the column"
+                f"{label}: all prompts of a run are sampled with the same variables of the chat template, but the row "
+                f"asks for another prompt by {others!r:.200}; set `chat_template_kwargs` in the config to the values of "
+                "the rows, and give other rows a run of their own, or remove the column"
             )
 
     def _rendered(self, row: Row) -> RenderedPrompt | str | None:

@@ -126,22 +126,26 @@ def turn_off_dropout(model: nn.Module | None) -> None:
 
 def _turn_off(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        for attribute in _dropout_rates(module):
-            setattr(module, attribute, 0.0)
+        for owner, name in [*_dropout_rates(module)]:
+            owner[name] = 0.0
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Returns whether forwards in training mode draw random numbers."""
-    return any(max(_dropout_rates(module).values(), default=0) > 0 for module in model.modules())
+    rates: list[float] = []
+    for module in model.modules():
+        rates += [owner[name] for owner, name in _dropout_rates(module)]
+    return max(rates, default=0.0) > 0
 
 
-def _dropout_rates(module: nn.Module) -> dict[str, float]:
-    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, float) and (is_dropout or "drop" in name)
-    }
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[dict[str, float], str]]:
+    """Yields the dictionaries and keys of rates of dropout: attributes of a module, or rates by adapter."""
+    is_dropout = "dropout" in type(module).__name__.lower()  # also PEFT's own modules
+    for name, value in vars(module).items():
+        if isinstance(value, float) and (is_dropout or "drop" in name):
+            yield vars(module), name
+        elif isinstance(value, dict) and "drop" in name:
+            yield from ((value, adapter) for adapter, rate in value.items() if isinstance(rate, float))
 
 
 def fix_batch_norms(modules: Iterable[nn.Module]) -> None:

@@ -177,8 +177,12 @@ def _match_keys(model: nn.Module, keys: Sequence[str]) -> dict[nn.Parameter, str
 
 
 def adapters_of(model: nn.Module, peft_config: "PeftConfig | None") -> "list[PeftConfig]":
-    """Returns the config of a new adapter, or without one those of a model's adapters."""
-    return [*getattr(model, "peft_config", {}).values()] if peft_config is None else [peft_config]
+    """Returns the config of a new adapter, or without one those of a model's active adapters."""
+    if peft_config is not None:
+        return [peft_config]
+    active = getattr(model, "active_adapters", ())  # a method of transformers' models
+    names = active() if callable(active) and hasattr(model, "peft_config") else active
+    return [config for name, config in getattr(model, "peft_config", {}).items() if name in names]
 
 
 def check_adapter(model: nn.Module, peft_config: "PeftConfig | None", prompt_learning: bool = False) -> None:
@@ -207,12 +211,15 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None", prompt_lea
     )
 
 
-def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role: str, remedy: str) -> None:
+def check_base_is_kept(
+    model: nn.Module, peft_config: "PeftConfig | None", role: str, remedy: str, frozen: Sequence[str] = ()
+) -> None:
     """
     Raises a `ValueError` if an adapter changes weights of the base model, so that the model without its adapter isn't
     the model that training begins with. It does so by an initialization that moves a part of the base's weights into
-    the adapter, by training the base's biases, or if further weights of the base are trainable. `role` says what the
-    model without its adapter would be, and `remedy` how to do without it.
+    the adapter, by training the base's biases, or if further weights of the base are trainable, but for those that the
+    keys `frozen` freeze later. `role` says what the model without its adapter would be, and `remedy` how to do without
+    it.
     """
     for config in adapters_of(model, peft_config):
         bias = getattr(config, "bias", None)  # of LoRA, OFT and BOFT; others have none, or a flag for their own bias
@@ -228,7 +235,7 @@ def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role:
                 f"model without its adapter can't be {role}; use `init_lora_weights=True` (merge a trained adapter "
                 f"into its base model first), or {remedy}."
             )
-    unfrozen = _trained_weights_of_base(model) if hasattr(model, "peft_config") else []
+    unfrozen = _trained_weights_of_base(model, frozen) if hasattr(model, "peft_config") else []
     if unfrozen:
         raise ValueError(
             f"{len(unfrozen)} weights of the base model are trainable beside the adapter, such as {unfrozen[0]!r}, so "
@@ -237,8 +244,9 @@ def check_base_is_kept(model: nn.Module, peft_config: "PeftConfig | None", role:
         )
 
 
-def _trained_weights_of_base(model: nn.Module) -> list[str]:
+def _trained_weights_of_base(model: nn.Module, frozen: Sequence[str]) -> list[str]:
     """Returns the names of weights that stay when an adapter is switched off, and that training changes."""
+    frozen_later = _match_keys(model, frozen)
     tuner = getattr(model, "base_model", model)
     prefix = getattr(type(tuner), "prefix", None)
     if prefix is None:  # prompt learning, or an adapter in a model without PEFT's wrapper
@@ -247,7 +255,7 @@ def _trained_weights_of_base(model: nn.Module) -> list[str]:
     return [
         name
         for name, parameter in tuner.named_parameters()
-        if parameter.requires_grad and not any(part in name for part in own_parts)
+        if parameter.requires_grad and parameter not in frozen_later and not any(part in name for part in own_parts)
     ]
 
 

@@ -236,7 +236,7 @@ class CompactLogCallback(TrainerCallback):
         optimizer: Optimizer,
         **_: EventPart,
     ):
-        is_end = "train_loss" in logs  # other logs may have `train_runtime`, too
+        is_end = {"train_loss", "train_runtime"} <= logs.keys()  # other logs may have one of them
         is_evaluation = any(name.startswith("eval_") for name in logs)
         self._has_logged = self._has_logged or not (is_evaluation or is_end)
         if not state.is_world_process_zero or not logs:

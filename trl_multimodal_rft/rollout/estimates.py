@@ -190,10 +190,16 @@ def lost_by_reward(
 ) -> torch.Tensor:
     """
     Returns what took the signal from completions before the loss, see [`~algorithms.signal.causes_by_reward`]. If the
-    estimator doesn't compare groups, equal rewards of a group have advantages, too. Shapes: all `(N,)`.
+    estimator doesn't compare groups, rewards are compared over the batch, and equal ones may have advantages. Shapes:
+    `rewards`, `shaped` and `group_ids` `(N,)`; returns `(N,)`.
     """
-    signal = estimates.has_signal if compares_groups else torch.ones_like(estimates.has_signal)
-    return causes_by_reward(rewards, signal, has_signal(rewards, group_ids), has_signal(shaped, group_ids))
+    if compares_groups:
+        compared = group_ids
+        signal = estimates.has_signal
+    else:
+        compared = torch.zeros_like(group_ids)
+        signal = (estimates.advantages.view(len(rewards), -1) != 0).any(1)
+    return causes_by_reward(rewards, signal, has_signal(rewards, compared), has_signal(shaped, compared))
 
 
 def set_estimates(rollout: Rollout, estimates: Estimates, causes: torch.Tensor, accelerator: Accelerator) -> None:

@@ -347,6 +347,10 @@ def join_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> Rollout:
     )
 
 
+# Fields of the account of the signal, which rollouts from older checkpoints lack
+_OF_ACCOUNT = ("n_sampled", "causes")
+
+
 def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
     """
     Concatenates parts of rollouts. The first rollout has `n` completions. Lists are concatenated only if the first
@@ -357,6 +361,8 @@ def _join(parts: Sequence[AnyPart], n: int) -> AnyPart:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], _Part):
             joined[name] = _join(values, n)
+        elif name in _OF_ACCOUNT and any(value is None for value in values):
+            joined[name] = None
         elif isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
             joined[name] = torch.cat(values)
         elif isinstance(values[0], list) and len(values[0]) == n:

@@ -65,7 +65,8 @@ class PreferenceTrainer(CompletionTrainer):
         datasets = {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         self._reference_is_initial_policy = arguments["ref_model"] is None
         if self._reference_is_initial_policy:
-            check_base_is_kept(loaded.model, arguments["peft_config"], "the reference", "pass `ref_model`")
+            remedy = "pass `ref_model`"
+            check_base_is_kept(loaded.model, arguments["peft_config"], "the reference", remedy, args.freeze or ())
             arguments["ref_model"] = load_reference(
                 loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
             )

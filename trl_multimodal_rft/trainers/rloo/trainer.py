@@ -137,9 +137,10 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             # The loss is proportional to the advantages, so weights of advantages are weights of the loss
             ratios = require(rollout.importance_sampling_ratio)[:, 0]
             rollout.advantages = require(rollout.advantages) * ratios
-            causes = require(rollout.rewards.causes)
-            is_masked = (ratios == 0) & (causes < 0)
-            rollout.rewards.causes = torch.where(is_masked, CAUSES.index("engine_ratios"), causes)
+            causes = rollout.rewards.causes
+            if causes is not None:  # a rollout of an older checkpoint has none
+                is_masked = (ratios == 0) & (causes < 0)
+                rollout.rewards.causes = torch.where(is_masked, CAUSES.index("engine_ratios"), causes)
         return scores
 
     @property

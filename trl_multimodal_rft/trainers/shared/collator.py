@@ -19,7 +19,7 @@ from ...data.rows.columns import has_media
 from ...data.rows.labels import with_class_names
 from ...data.rows.names import MEDIA_COLUMNS, TEXT_COLUMNS, prepare_remedy
 from ...encoding.concatenated import PART_LENGTHS
-from ...encoding.messages import template_names
+from ...encoding.messages import template_names, template_variables
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import placeholder_tokens, plain_outputs
 from ...encoding.supervised import SupervisedEncoder
@@ -106,8 +106,7 @@ class RowCollator(Generic[ConfigT]):
         """Returns the tools of a row, and the entries of its `chat_template_kwargs` that the chat template reads."""
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        variables = row.get("chat_template_kwargs") or {}
-        variables = {name: value for name, value in variables.items() if value is not None}
+        variables = template_variables(row)
         reserved = sorted(_RESERVED_NAMES & variables.keys())
         if reserved:
             raise ValueError(

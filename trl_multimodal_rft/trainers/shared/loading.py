@@ -166,7 +166,8 @@ def load_for_sampling(inputs: Inputs) -> Models:
         check_takes_media(processing_class, args.ignored_media_columns, *inputs.datasets.values())
     if ref_model is None:
         if needs_reference(args):
-            check_base_is_kept(model, peft_config, f"the reference of `beta={args.beta}`", "set `beta=0`")
+            role = f"the reference of `beta={args.beta}`"
+            check_base_is_kept(model, peft_config, role, "set `beta=0`", args.freeze or ())
             ref_model = load_reference(model, args, peft_config, quantization_config)
     elif args.beta_is_kl and (args.beta == 0 or args.sync_ref_model):
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"

@@ -282,14 +282,22 @@ _REMEDIES = {
 
 
 def steps_without_signal(history: list[dict[str, float]]) -> int:
-    """Returns the number of the last steps of a run in which no token had a signal, see [`~algorithms.signal`]."""
-    first_step = None
-    for logs in reversed(history):
-        if logs.get("signal/tokens", 0.0) > 0:
-            first_step = logs["step"]
-            break
-    last_step = next((logs["step"] for logs in reversed(history) if "signal/tokens" in logs), 0)
-    return int(last_step - (first_step or 0))
+    """
+    Returns the number of the last steps of a run in which no token had a signal, see [`~algorithms.signal`]. With a
+    loss of one's own, which has no such account, these are steps in which all rewards of each group were equal.
+    """
+    lost_since = None  # the step before
+    previous = last = 0.0
+    for logs in history:
+        share = logs.get("signal/tokens", 1 - logs.get("frac_reward_zero_std", math.nan))
+        if not math.isnan(share):
+            last = logs["step"]
+            if share > 0:
+                lost_since = None
+            elif lost_since is None:
+                lost_since = previous
+        previous = logs["step"]
+    return 0 if lost_since is None else int(last - lost_since)
 
 
 class SignalHint(TrainerCallback):
@@ -313,8 +321,8 @@ class SignalHint(TrainerCallback):
         constant = {name: pair for name, pair in steps_and_rewards.items() if pair[0] >= self.patience}
         if n_lost_steps >= self.patience:
             self._warned_functions |= {None, *constant}
-            logs = next(logs for logs in reversed(history) if "signal/tokens" in logs)
-            shares = {cause: logs[f"signal/{cause}"] for cause in CAUSES}
+            logs = next((logs for logs in reversed(history) if "signal/tokens" in logs), {"signal/equal_rewards": 1.0})
+            shares = {cause: logs.get(f"signal/{cause}", 0.0) for cause in CAUSES}
             main_cause = max(CAUSES, key=lambda cause: shares[cause])
             lost_shares = ", ".join(f"{cause} {share:.0%}" for cause, share in shares.items() if share > 0)
             functions = "".join(f", '{name}' {reward:.3g}" for name, (_, reward) in constant.items())
