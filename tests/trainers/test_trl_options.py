@@ -69,7 +69,7 @@ def make(name: str, model: str, folder: Path, rows: list | None = None, objects:
     ],
     ids=lambda config: type(config).__name__,
 )
-@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of BOFT's kernels for CUDA
 def test_dropout_of_adapters_is_turned_off(config):
     policy = get_peft_model(load(FAMILY)[0], config)
     assert has_dropout(policy)

@@ -94,8 +94,8 @@ class PromptEncoder:
         if len(texts) > 1:
             raise ValueError(
                 f"{label}: all prompts of a run are sampled with the same variables of the chat template, but the row "
-                f"asks for another prompt by {others!r:.200}; set `chat_template_kwargs` in the config to the values of "
-                "the rows, and give other rows a run of their own, or remove the column"
+                f"asks for another prompt by {others!r:.200}; set `chat_template_kwargs` in the config to the values "
+                "of the rows, and give other rows a run of their own, or remove the column"
             )
 
     def _rendered(self, row: Row) -> RenderedPrompt | str | None:
