@@ -6,14 +6,27 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
+from datasets import Dataset
 
 from helpers.samplers import PseudoRandom
-from helpers.trainer_utils import Gradients, audio_rows, image_rows, load, make_trainer, norm, relative_difference
-from trl_multimodal_rft.plain.forward import Completion, encode
+from helpers.trainer_utils import (
+    Gradients,
+    audio_rows,
+    image_rows,
+    load,
+    make_trainer,
+    norm,
+    relative_difference,
+    with_media,
+)
+from trl_multimodal_rft.plain.forward import Completion, encode, encode_answer
 
 
 MEDIA = [("qwen2_5_vl", image_rows), ("qwen2_audio", audio_rows)]
 TOLERANCE = 1e-5  # of float32
+# Answers to rows
+CHOSEN = ["It is a cat.", "Two birds sing, one after the other.", "red", "There is a dog here"]
+REJECTED = ["blue", "No", "It is a bird and a dog", "7"]
 
 
 class Records(PseudoRandom):
@@ -99,10 +112,45 @@ def difference(trained_gradients, plain_gradients) -> float:
     return relative_difference(plain, ours)
 
 
-def assert_same(run: Trained, updates: list[tuple[float, dict[str, torch.Tensor]]], of_loss: float = 1e-6) -> None:
+def assert_same(run: Trained, updates: list[tuple[float, dict[str, torch.Tensor]]]) -> None:
     """Asserts that a run's updates are those of a plain step, given as loss and gradients, and aren't small."""
     assert len(run.losses) == len(run.gradients) == len(updates)
     for i, (loss, gradients) in enumerate(updates):
-        assert abs(run.losses[i] - loss) <= of_loss * max(1, abs(loss)), (run.losses[i], loss)
+        assert abs(run.losses[i] - loss) <= TOLERANCE * max(1, abs(loss)), (run.losses[i], loss)
         assert difference(run.gradients[i], gradients) <= TOLERANCE, difference(run.gradients[i], gradients)
     assert norm(run.update) > 0.01
+
+
+# Rows with answers
+
+
+def image_pairs() -> Dataset:
+    """Returns rows with an image and two answers."""
+    return _with_answers(image_rows())
+
+
+def sound_pairs() -> Dataset:
+    """Returns rows with a sound and two answers."""
+    rows = [{name: value for name, value in row.items() if name == "prompt"} for row in audio_rows()]
+    return with_media(_with_answers(Dataset.from_list(rows)), "audio", [row["audio"] for row in audio_rows()])
+
+
+PAIRS = [("qwen2_5_vl", image_pairs), ("qwen2_audio", sound_pairs)]
+
+
+def _with_answers(rows: Dataset) -> Dataset:
+    chosen, rejected = (
+        [[{"role": "assistant", "content": texts[i % 4]}] for i in range(len(rows))] for texts in (CHOSEN, REJECTED)
+    )
+    return rows.add_column("chosen", chosen).add_column("rejected", rejected)
+
+
+def answers_of(run: Trained, rows: Dataset, column: str) -> list[Completion]:
+    """Returns the answers of a column for the plain step."""
+    return [encode_answer(run.processor, messages_of(row), row[column][0]["content"]) for row in rows]
+
+
+def answering(trainer_class, family: str, rows: Dataset, **options) -> Trained:
+    """Trains for one update on all rows."""
+    options = {"max_steps": 1, "reward": None, "train_sampling_strategy": "sequential", **options}
+    return trained(trainer_class, family, rows, samples=False, **options)

@@ -26,7 +26,7 @@ class Completion:
     prompt: dict[str, torch.Tensor]
     ids: torch.Tensor  # (C,)
     reward: float = 0.0
-    old: torch.Tensor | None = None  # (C,)
+    old: torch.Tensor = torch.empty(0)  # (C,), which `sampled` sets
 
 
 def encode(processor: ProcessorMixin, messages: list[dict], is_prompt: bool = True) -> dict[str, torch.Tensor]:
@@ -69,6 +69,13 @@ def log_distributions(model: PreTrainedModel, completion: Completion, temperatur
 def log_probabilities(model: PreTrainedModel, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
     """Returns the log-probability of each token of a completion, `(C,)`."""
     return log_distributions(model, completion, temperature).gather(1, completion.ids[:, None])[:, 0]
+
+
+def log_ratio(model: PreTrainedModel, reference: PreTrainedModel, answer: Completion) -> torch.Tensor:
+    """Returns the log-probability of an answer under a model minus that under the reference, a scalar."""
+    with torch.no_grad():
+        log_reference = log_probabilities(reference, answer).sum()
+    return log_probabilities(model, answer).sum() - log_reference
 
 
 def sampled(model: PreTrainedModel, completions: list[Completion], temperature: float = 1.0) -> None:

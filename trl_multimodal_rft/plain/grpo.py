@@ -55,8 +55,7 @@ def grpo_loss(
         advantages = group_advantages([completion.reward for completion in group])
         for completion, advantage in zip(group, advantages, strict=True):
             new = log_probabilities(model, completion, temperature)
-            old = new.detach() if completion.old is None else completion.old
-            ratio = (new - old).exp()
+            ratio = (new - completion.old).exp()
             clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
             losses = -torch.minimum(ratio * advantage, clipped * advantage)
             if reference is not None:
