@@ -5,6 +5,7 @@ import copy
 import tempfile
 from dataclasses import dataclass
 
+import pytest
 import torch
 from datasets import Dataset
 
@@ -22,7 +23,7 @@ from helpers.trainer_utils import (
 from trl_multimodal_rft.plain.forward import Completion, encode, encode_answer
 
 
-MEDIA = [("qwen2_5_vl", image_rows), ("qwen2_audio", audio_rows)]
+MEDIA = [("qwen2_5_vl", image_rows), pytest.param("qwen2_audio", audio_rows, marks=pytest.mark.slow)]
 TOLERANCE = 1e-5  # of float32
 # Answers to rows
 CHOSEN = ["It is a cat.", "Two birds sing, one after the other.", "red", "There is a dog here"]
@@ -112,13 +113,16 @@ def difference(trained_gradients, plain_gradients) -> float:
     return relative_difference(plain, ours)
 
 
-def assert_same(run: Trained, updates: list[tuple[float, dict[str, torch.Tensor]]]) -> None:
+def assert_same(
+    run: Trained, updates: list[tuple[float, dict[str, torch.Tensor]]], tolerance: float = TOLERANCE
+) -> None:
     """Asserts that a run's updates are those of a plain step, given as loss and gradients, and aren't small."""
     assert len(run.losses) == len(run.gradients) == len(updates)
     for i, (loss, gradients) in enumerate(updates):
-        assert abs(run.losses[i] - loss) <= TOLERANCE * max(1, abs(loss)), (run.losses[i], loss)
-        assert difference(run.gradients[i], gradients) <= TOLERANCE, difference(run.gradients[i], gradients)
-    assert norm(run.update) > 0.01
+        assert norm(gradients) > 0.1
+        assert abs(run.losses[i] - loss) <= tolerance * max(1, abs(loss)), (run.losses[i], loss)
+        assert difference(run.gradients[i], gradients) <= tolerance, difference(run.gradients[i], gradients)
+    assert any(change.any() for change in run.update.values())
 
 
 # Rows with answers
@@ -135,7 +139,7 @@ def sound_pairs() -> Dataset:
     return with_media(_with_answers(Dataset.from_list(rows)), "audio", [row["audio"] for row in audio_rows()])
 
 
-PAIRS = [("qwen2_5_vl", image_pairs), ("qwen2_audio", sound_pairs)]
+PAIRS = [("qwen2_5_vl", image_pairs), pytest.param("qwen2_audio", sound_pairs, marks=pytest.mark.slow)]
 
 
 def _with_answers(rows: Dataset) -> Dataset:

@@ -4,7 +4,7 @@
 import copy
 
 import pytest
-from helpers.plain_steps import MEDIA, TOLERANCE, assert_same, difference, groups_of, trained
+from helpers.plain_steps import MEDIA, assert_same, difference, groups_of, trained
 from helpers.trainer_utils import length_and_sum, load, moved
 
 from trl_multimodal_rft import MultimodalRLOOTrainer
@@ -13,7 +13,8 @@ from trl_multimodal_rft.plain.rloo import leave_one_out_advantages, rloo_loss
 
 
 CASES = {"no kl": (0.0, 0.2, 1.0), "kl": (0.05, 10.0, 1.0), "clipped": (0.05, 0.4, 0.7)}
-RATE = 5e-4  # ratios of completions move fast, and few would be within the range
+RATE = 2e-4  # a completion's ratio moves fast, and few would be within the range
+SUMS = 2e-5  # the tolerance, of ratios that are exponentials of sums
 
 
 def run_of(family, rows, beta, epsilon, temperature):
@@ -40,7 +41,7 @@ def plain_updates(run, family, rows, beta, epsilon, temperature):
 @pytest.mark.parametrize(("family", "rows"), MEDIA, ids=["images", "sounds"])
 def test_updates_are_those_of_the_plain_step(family, rows, name):
     run = run_of(family, rows(), *CASES[name])
-    assert_same(run, plain_updates(run, family, rows(), *CASES[name]))
+    assert_same(run, plain_updates(run, family, rows(), *CASES[name]), SUMS)
 
 
 def test_other_options_give_other_updates():
@@ -48,4 +49,4 @@ def test_other_options_give_other_updates():
     run = run_of(family, rows(), *CASES["clipped"])
     for options in ((0.04, 0.4, 0.7), (0.05, 10.0, 0.7), (0.05, 0.4, 1.0)):
         (_, gradients) = plain_updates(run, family, rows(), *options)[1]
-        assert difference(run.gradients[1], gradients) > 10 * TOLERANCE, options
+        assert difference(run.gradients[1], gradients) > 10 * SUMS, options
