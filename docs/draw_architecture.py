@@ -22,6 +22,7 @@ WIDTH = 760
 BOX = (130, 28)  # pixels
 ROW = 50  # from one row to the next
 GAP = 16  # between boxes of a row
+OUTER = 112  # width of a box outside of the core
 LEFT = 20
 TEXT = LEFT + 2 * BOX[0] + 2 * GAP  # where the words of a row begin
 GREY = "#7d8590"
@@ -147,8 +148,8 @@ def picture() -> str:
     edges = {name: edges[name] - others for name in core}
     parts = []
     for i, name in enumerate(sorted(others)):
-        parts.append(box(LEFT + i * (BOX[0] + GAP), 8, name, is_core=False))
-    end = LEFT + len(others) * (BOX[0] + GAP)
+        parts.append(box(LEFT + i * (OUTER + GAP / 2), 8, name, is_core=False, width=OUTER))
+    end = LEFT + len(others) * (OUTER + GAP / 2)
     parts.append(f'<text x="{end}" y="27" fill="{GREY}" font-size="12.5">outside of the core</text>')
     corners = {}
     y = 8 + ROW + 6
