@@ -24,18 +24,27 @@ _QUANTIZED = Reason("weights are quantized only on a GPU", r"base_layer\.bias ha
 _DEEPSTACK = Reason(
     "an update of the stand-in's weights in bfloat16 is rounded to nothing", r"deepstack_merger_list.* is not updated"
 )
-_NEWER = Reason("the installed release has other names", r"TODO_NEWER")
+_NEWER = Reason(
+    "the installed release has other names",
+    r"seq_idx|has no attribute '(eos_token_ids|generalized_jsd_loss|_reduce_divergence_loss|items)'|assert not True",
+)
 _ADAPTER = Reason("PEFT since 0.20 allows the reference adapter that the test excludes", r"assert 'ref' not in ")
-_LIGER = Reason("the installed release doesn't look for the package at construction", r"TODO_LIGER")
-_IDS = Reason("its ids are beyond the stand-in's vocabulary; passes here with `self_check=False`", r"TODO_IDS")
+_LIGER = Reason(
+    "the installed release doesn't look for the package at construction",
+    r"DID NOT RAISE ImportError|Expected regex: 'prompt-learning'",
+)
+_IDS = Reason(
+    "its ids are beyond the stand-in's vocabulary; passes here with `self_check=False`",
+    r"self-check: .* can't sample completions",
+)
 _HALF = Reason(
     "gradients in float16 aren't finite, which ends a run here", r"FloatingPointError: The gradient of \d+ updates"
 )
 _STORED = Reason(
     "rows with media may have stored log-probabilities of the reference here", r"DID NOT RAISE ValueError"
 )
-_PRIVATE = Reason("reads private names", r"TODO_PRIVATE")
-_WORKERS = Reason("processes of this package read rows, so the loader has none of its own", r"TODO_WORKERS")
+_PRIVATE = Reason("reads private names", r"KeyError: 'input_ids'|EncodedRow|'dict' object has no attribute")
+_WORKERS = Reason("processes of this package read rows, so the loader has none of its own", r"assert 0 == 4")
 _AFTER = Reason("rows are read after a transform here", _NO_ERROR)
 _ENFORCED = Reason("`max_length` is enforced here, with a warning", _NO_ERROR)
 _MASKS = Reason("masks become labels when a row is read here", _NO_ERROR)
