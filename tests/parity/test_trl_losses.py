@@ -125,7 +125,7 @@ def batch(by_token=False):
 def logged(metrics):
     found = defaultdict(list)
     log = MetricLog({"train": found}, lambda: True, lambda numbers: numbers)
-    log.add(metrics)
+    log.add({name: metric for name, metric in metrics.items() if not name.startswith("signal/")})  # TRL has none
     log.read()
     return found
 
