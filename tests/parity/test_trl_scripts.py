@@ -196,7 +196,9 @@ class Remember(hf.TrainerCallback):
         self.seen.append(
             (
                 state.global_step,
-                sorted(key for key in logs if key != "skipped_updates" and not key.startswith("packing/")),
+                sorted(
+                    key for key in logs if key != "skipped_updates" and not key.startswith(("packing/", "signal/"))
+                ),
             )
         )
 

@@ -191,7 +191,7 @@ def check_adapter(model: nn.Module, peft_config: "PeftConfig | None", prompt_lea
     prompt learning unless it is allowed by `prompt_learning`.
     """
     for config in adapters_of(model, peft_config):
-        if config.is_prompt_learning and not prompt_learning:
+        if getattr(config, "is_prompt_learning", False) and not prompt_learning:
             raise ValueError(
                 f"{type(config).__name__} is prompt learning, which puts virtual tokens before a prompt. This trainer "
                 "scores rows without them; use an adapter such as LoRA, or train with SFT and `packing=False`."
