@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoProcessor
 
 import trl_multimodal_rft
-from trl_multimodal_rft.models.modes import has_dropout, turn_off_dropout
+from trl_multimodal_rft.models.modes import fix_encoders, has_dropout, turn_off_dropout
 from trl_multimodal_rft.models.parts import check_base_is_kept
 
 
@@ -222,3 +222,14 @@ def test_a_model_without_an_adapter_is_its_own_base():
     model = nn.Linear(2, 2)
     check_base_is_kept(model, SimpleNamespace(bias=True, init_lora_weights=True), "the reference", "stop")
     assert torch.is_tensor(model.weight)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LoHaConfig(target_modules=["qkv"], rank_dropout=0.5), LoraConfig(target_modules=["qkv"], lora_dropout=0.5)],
+    ids=lambda config: type(config).__name__,
+)
+def test_encoders_without_dropout_keep_that_of_their_adapters(config):
+    policy = get_peft_model(load(FAMILY)[0], config)
+    fix_encoders(policy.get_base_model())
+    assert has_dropout(policy)

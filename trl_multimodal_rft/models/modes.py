@@ -103,29 +103,31 @@ def without_checkpointing(module: nn.Module) -> Iterator[None]:
         yield
 
 
+# Parts of the names of PEFT's modules of dropout
+_ADAPTER_DROPOUTS = ("lora_dropout", "boft_dropout")
+
+
 def fix_encoders(model: PreTrainedModel) -> None:
     """
     Turns off dropout, and keeps batch norms at their running statistics, outside the language model.
 
     Otherwise, encoders such as Granite Speech's would update statistics during sampling, and sampling and scoring
     would use different outputs. All modules but batch norms stay in training mode, which gradient checkpointing needs.
-    LoRA's dropout stays on.
+    Dropout of adapters stays on.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():
-        if module in language_model or "lora_dropout" in name:
+        if module in language_model or any(adapter_dropout in name for adapter_dropout in _ADAPTER_DROPOUTS):
             continue
         fix_batch_norms([module])
-        _turn_off([module])
+        for owner, rate in [*_dropout_rates(module)]:
+            if owner is vars(module):  # other rates are those of adapters
+                owner[rate] = 0.0
 
 
-def turn_off_dropout(model: nn.Module | None) -> None:
+def turn_off_dropout(model: nn.Module) -> None:
     """Turns off all dropout of a model. TRL turns off that of `nn.Dropout`, which attention's dropout often isn't."""
-    _turn_off(() if model is None else model.modules())
-
-
-def _turn_off(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
+    for module in model.modules():
         for owner, name in [*_dropout_rates(module)]:
             owner[name] = 0.0
 

@@ -40,7 +40,7 @@ from ...forward.attention import install_prefix_attention
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import ScoreRequest, Scores
 from ...models.critic import Critic, ValueHead, add_critic, other_family_error, policy_alone
-from ...models.modes import checkpoint_activations, fix_encoders, turn_off_dropout
+from ...models.modes import checkpoint_activations, fix_encoders
 from ...models.parts import freeze_as_built, freeze_backbone
 from ...models.wrapped import is_unsharded
 from ...reporting.events import EventPart
@@ -54,7 +54,7 @@ from ..shared.arguments import check_arguments
 from ..shared.dataset_checks import warn_of_unread_media
 from ..shared.ema import MovingAverage
 from ..shared.optimizer import freeze_parts, mark_group_parts, two_schedules
-from ..shared.scoring import compile_models
+from ..shared.scoring import compile_models, disable_dropout
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalPPOConfig
@@ -202,9 +202,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             self.ema = MovingAverage.of(self.model, args.ema_decay, "ema_decay")
         if args.estimator.name == "gae":
             self.critic = self._make_critic(value_model)
-            if args.disable_dropout:
-                turn_off_dropout(self.critic)
-            elif args.disable_dropout is None and isinstance(self.critic, Critic):
+            disable_dropout(args, self.critic)
+            if args.disable_dropout is None and isinstance(self.critic, Critic):
                 fix_encoders(self.critic.model)
             if self.place_model_on_device:
                 self.critic.to(args.device)

@@ -38,7 +38,8 @@ _NAMES_BY_INTERVAL = {
         "router_aux_loss_coef vllm_importance_sampling_clip_min weight_decay"
     ),
     "(-inf, inf)": (
-        "entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target f_alpha_divergence_coef"
+        "data_seed entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
+        "f_alpha_divergence_coef"
     ),
     "[0, inf)": (
         "beta center_rewards_coefficient desirable_weight learning_rate neftune_noise_alpha num_train_epochs "

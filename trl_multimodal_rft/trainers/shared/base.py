@@ -22,7 +22,7 @@ from ...data.rows.batches import Row
 from ...data.rows.features import Rows
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
-from ...models.modes import has_dropout, turn_off_dropout
+from ...models.modes import has_dropout
 from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
@@ -53,7 +53,7 @@ from .rollout_logs import RolloutLog, log_media_contribution
 from .rollout_views import bonus_of_contrast
 from .run import CompletionSettings, Notices, Run, attribute_of
 from .sampling import check_prompts, check_sampler, sample_rollout
-from .scoring import compile_models, enable_packing, make_scoring
+from .scoring import compile_models, disable_dropout, enable_packing, make_scoring
 from .signatures import Model, Processor
 from .trainer import BaseTrainer
 
@@ -121,9 +121,7 @@ class MultimodalTrainer(BaseTrainer):
             )
         # With the model and the optimizer that TRL has prepared
         freeze_and_check(self.model, args, self.optimizer)
-        if args.disable_dropout:
-            turn_off_dropout(self.model)
-            turn_off_dropout(self.ref_model)
+        disable_dropout(args, self.model, self.ref_model)
         self._set_scoring(models)
         self._set_tools(rewards.environment_funcs)
         self._set_prompts(inputs)

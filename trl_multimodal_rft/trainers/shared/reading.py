@@ -32,7 +32,6 @@ from ...forward.features import install_encoder_attention
 from ...forward.head import add_fused_head
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import Scores
-from ...models.modes import turn_off_dropout
 from ...models.parts import check_adapter
 from ...models.pretrained import load_model
 from ...models.wrapped import replaced
@@ -46,7 +45,7 @@ from .dataset_checks import check_held_out, modalities, unchecked_datasets, warn
 from .loading import Models, load_parts
 from .optimizer import freeze_and_check
 from .rollout_logs import EvaluationMeans, ReadMetrics
-from .scoring import compile_models
+from .scoring import compile_models, disable_dropout
 from .setup import check_launch
 from .signatures import EvalRows, Processor, Rows
 from .token_columns import TokenColumns
@@ -101,9 +100,7 @@ class CompletionTrainer(BaseTrainer):
         self.add_callback(ReadMetrics(self._metric_log))
         self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
-        if getattr(self.args, "disable_dropout", False):  # SFT lacks it, as in TRL
-            turn_off_dropout(self.model)
-            turn_off_dropout(self.ref_model)
+        disable_dropout(self.args, self.model, self.ref_model)
         self.card_notes = CardNotes()
         self._token_columns = TokenColumns(self.data_collator.token_columns, self.data_collator.token_names)
         self._stream = RowStream(

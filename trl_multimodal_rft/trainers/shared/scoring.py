@@ -120,12 +120,18 @@ def enable_packing(
     return True
 
 
+def disable_dropout(args: TrainerConfig, *models: nn.Module | None) -> None:
+    """Turns off all dropout of models with `disable_dropout=True`, an option that SFT lacks, as in TRL."""
+    if getattr(args, "disable_dropout", False):
+        for model in filter(None, models):
+            turn_off_dropout(model)
+
+
 def prepare_reference(
     ref_model: PreTrainedModel, args: SamplingConfig, accelerator: Accelerator
 ) -> nn.Module | FSDPModule:
     """Prepares a reference for the accelerator, in the same way as TRL prepares the references that it loads."""
-    if args.disable_dropout:
-        turn_off_dropout(ref_model)
+    disable_dropout(args, ref_model)
     add_fused_head(ref_model, temperature=args.temperature, outputs=_reference_outputs(args))
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         return prepare_deepspeed(ref_model, accelerator)
