@@ -696,10 +696,14 @@ class GRPOContestant(Contestant):
             trainer.sampler = Sampling(trainer.sampler, sample)
         else:
             trainer._generate_single_turn = sample
+        scoring = (trainer._scoring, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies")
         for key, owner, name in (
             ("rollout", trainer, "_generate_and_score_completions"),
             ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
-            ("scoring", *((trainer._run, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies"))),
+            (
+                "scoring",
+                *((trainer._scoring, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies")),
+            ),
         ):
             setattr(owner, name, self._timed(key, getattr(owner, name)))
 

@@ -24,7 +24,6 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.masks import sharing_obstacle
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
-from trl_multimodal_rft.trainers.shared.sampling import self_check_settings
 
 
 G = 2  # completions per prompt
@@ -119,9 +118,7 @@ def test_by_name(name, tmp_path):
     saved_settings = json.loads((tmp_path / "config.json").read_text()).keys()
     assert saved_settings <= plain.config.to_dict().keys() | {"use_cache"}  # transformers' trainer sets it
 
-    parts = trainer._run, trainer.sampler, trainer._transformers_sampler, trainer._load_processor
-    settings = functools.partial(self_check_settings, *parts)
-    trainer.checks.on_prompts(trainer.model, messages, prompts, settings)
+    trainer.checks.on_prompts(trainer.model, messages, prompts, trainer._sampling.self_check_settings)
     packs = sharing_obstacle(model) is None and (name != "llama4" or LLAMA4_PACKS)
     assert packs or Version(transformers.__version__) < Version("5.21")
     assert policy.fallbacks == Fallbacks(packing=packs, isolate=family_of(model).isolate if packs else None)

@@ -56,7 +56,7 @@ class Asked:
         self.engine = self.trainer.vllm_generation
         self.engine._placeholders = {PLACEHOLDER}
         rows = [row for row in self.trainer.train_dataset for _ in range(4)]
-        self.prompts = self.trainer._run.collect(self.trainer._stream.without_prompts(rows)).prompts
+        self.prompts = self.trainer._prompting.collect(self.trainer._stream.without_prompts(rows)).prompts
 
     def __call__(self) -> list:
         if self.k == 0:

@@ -224,11 +224,11 @@ class Recording:
         self.draws, self.micro_batches = [], []
         super().__init__(*args, **kwargs)
 
-    def _reward(self, rollout):
-        super()._reward(rollout)
-        # Later code writes other fields of the rollout, and copies these tensors before it changes them
-        rewards = rollout.rewards.per_func.clone()
+    def _estimate(self, rollout, rewards):
+        rollout = super()._estimate(rollout, rewards)
+        rewards = rewards.per_func.clone()
         self.draws.append(self._moment(rows=rollout.source.rows, batch=ByName(rollout), rewards=rewards))
+        return rollout
 
     def _compute_loss(self, model, inputs):
         kl_coef = getattr(self, "kl_coef", None)

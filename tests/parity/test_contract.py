@@ -53,6 +53,10 @@ from trl_multimodal_rft.trainers.grpo.method import GRPO
 from trl_multimodal_rft.trainers.ppo.method import PPO
 from trl_multimodal_rft.trainers.preference.methods import DPO, KTO, REWARD
 from trl_multimodal_rft.trainers.rloo.method import RLOO
+from trl_multimodal_rft.trainers.shared.prompting import Prompting
+from trl_multimodal_rft.trainers.shared.rewarding import Rewarding
+from trl_multimodal_rft.trainers.shared.sampling import Sampling
+from trl_multimodal_rft.trainers.shared.scoring import Scoring
 from trl_multimodal_rft.trainers.shared.trainer import BaseTrainer
 from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
@@ -206,7 +210,11 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     later |= {"_logit_bias", "vllm_generation", "chat_template", "max_tool_calling_iterations", "tools"}
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
-    arguments = set(re.findall(r"\bargs\.(\w+)", source))
+    arguments = set(
+        re.findall(
+            r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, (Prompting, Sampling, Scoring, Rewarding)))
+        )
+    )
     assert {"steps_per_generation", "self_check"} <= arguments
     missing = {name for name in arguments if not hasattr(our_config(str(tmp_path), use_cpu=True, bf16=False), name)}
     assert not missing

@@ -65,7 +65,7 @@ def test_every_field_of_tokens_is_padded_and_cut():
         if part is Rollout and not prefix or part in PARTS
     }
     names = [f"{prefix}.{name}".strip(".") for prefix, part in described.items() for name in part]
-    names += ["completion_ids", "completion_mask"]
+    names += ["completion_mask"]
     assert len(names) >= 15 and len({*names}) == len(names)
     read = {name: operator.attrgetter(name) for name in names}
 

@@ -149,7 +149,7 @@ def test_what_stops_completions_does_not_cut_them(name, kwargs, tmp_path):
     trainer = make_trainer(TRAINERS[name], "qwen2_5_vl", image_rows(), tmp_path, **options)
     seen, reward, decode = [], trainer._reward, trainer._tokenizer.decode
     texts, tokens = [*kwargs.get("stop_strings", [])], {2, *kwargs.get("eos_token_id", [])}
-    trainer._reward = lambda rollout: (seen.append(rollout), reward(rollout))
+    trainer._reward = lambda rollout: (seen.append(rollout), reward(rollout))[1]
     trainer.train()
     ended = []
     for ids, mask in zip(seen[0].source.ids, seen[0].completion_mask, strict=True):

@@ -226,7 +226,7 @@ def test_prompts_of_a_rollout(tmp_path):
     rows = with_media(Dataset.from_list([{"prompt": each} for each in prompts]), "image", [*rows["image"], None])
     options = {"per_device_train_batch_size": 6, "num_generations": 2, "shuffle_dataset": False}
     trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", rows, tmp_path, **options)
-    rollout = trainer._collect(next(iter(trainer.get_train_dataloader())))
+    rollout = trainer._prompt(next(iter(trainer.get_train_dataloader())))
     first, second, text = rollout.prompts[::2]
     views = {name: view_prompts(rollout, as_view(name), trainer.prompts) for name in VIEWS}
     for prompts in views.values():

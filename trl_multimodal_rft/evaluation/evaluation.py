@@ -41,7 +41,7 @@ from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
 from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
-from ..rollout.rollout import Rollout
+from ..rollout.rollout import Prompted
 from ..rollout.row_pass import RowPass
 from ..rollout.stream import EncodedRow, UnreadableRows
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
@@ -253,7 +253,7 @@ class Evaluation:
 
     # Prompts
 
-    def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Rollout | None, dict[int, str]]:
+    def _read_rollout(self, rows: Sequence[Row], ablates: bool = False) -> tuple[Prompted | None, dict[int, str]]:
         """
         Returns the rollout of readable rows, and the errors of unreadable rows by row index. The rollout is `None` if
         no row is readable. With `ablates`, a view replaces media of the ablated modality.
@@ -280,7 +280,7 @@ class Evaluation:
             )
         return self._collect(readable_rows, ablates) if readable_rows else None, errors
 
-    def _collect(self, rows: Sequence[Row], ablates: bool) -> Rollout:
+    def _collect(self, rows: Sequence[Row], ablates: bool) -> Prompted:
         """A row has `num_samples` entries, next to one another."""
         n = self.args.num_samples
         messages = self.encoder.messages(rows)
@@ -352,7 +352,7 @@ class Evaluation:
             for row_index, entries in zip(row_indices, row_entries, strict=True)
         }
 
-    def _answer_rollout(self, rollout: Rollout | None) -> list[dict[str, Any]]:
+    def _answer_rollout(self, rollout: Prompted | None) -> list[dict[str, Any]]:
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
@@ -404,7 +404,7 @@ class Evaluation:
             for i in range(0, len(rollout), n)
         ]
 
-    def _sample_completions(self, rollout: Rollout) -> list[Trajectory]:
+    def _sample_completions(self, rollout: Prompted) -> list[Trajectory]:
         """Samples a trajectory per prompt: one completion, or with tools all turns within the limits of `args`."""
         policy = self.policy
         config = self.generation_config
@@ -435,7 +435,7 @@ class Evaluation:
         )
         return run_turns(rollout, ids, None, loop)
 
-    def _reward_completions(self, rollout: Rollout) -> tuple[dict[str, list[float | None]], dict[str, list]]:
+    def _reward_completions(self, rollout: Prompted) -> tuple[dict[str, list[float | None]], dict[str, list]]:
         """Also returns the columns that functions passed to `log_extra`."""
         extras: dict[str, list] = {}
         logs: dict[str, Callable[..., None] | None] = {

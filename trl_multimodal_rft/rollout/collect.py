@@ -13,7 +13,7 @@ from ..encoding.prompt_encoder import PromptEncoder
 from ..forward.trees import share_media
 from ..views.views import View
 from .environments import Environments
-from .rollout import Rollout, Source
+from .rollout import Prompted, Source
 from .stream import EncodedRow
 
 
@@ -27,9 +27,11 @@ def collect(
     pad_token_id: int,
     accelerator: Accelerator,
     views: Mapping[int, View] | None = None,
-) -> Rollout:
+    step: int = 0,
+    batch_index: int | None = None,
+) -> Prompted:
     """
-    Returns a rollout of `rows`, one row per completion, with environments and encoded prompts.
+    Returns `rows`, one row per completion, with environments and encoded prompts.
 
     A batch with media is always encoded. A batch of text is encoded only if `encodes_text`: without it, the user's
     `rollout_func` tokenizes the text. `views`, by row index, has the views under which prompts are encoded.
@@ -37,6 +39,7 @@ def collect(
     dataset_rows = [row.row for row in rows]
     row_indices = [row.row_index for row in rows]
     source = Source(dataset_rows, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
+    source.batch_index = batch_index
     source.tools = [toolbox.tools_by_name] * len(rows)
     dataset_messages = source.messages
     if toolbox.factories:
@@ -71,4 +74,4 @@ def collect(
                     messages[i] = dataset_messages[i]
                     prompts.append(encode(messages[i]))
     share_media(prompts)
-    return Rollout(prompts, group_ids.to(accelerator.device), pad_token_id, source=source)
+    return Prompted(prompts, group_ids.to(accelerator.device), pad_token_id, source, step)

@@ -6,13 +6,14 @@ In shapes, `N` is the number of completions, and `C` the number of columns for t
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from ..encoding.prompts import EncodedPrompt
-from .rollout import Rollout
+from .rollout import Drawn, Prompted, Rollout
 
 
 # Keys in the output of `rollout_func` that aren't columns for reward functions
@@ -26,18 +27,21 @@ def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = Non
     return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
 
-def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: Collection[int]) -> tuple:
+def take_custom_rollout(
+    prompted: Prompted, output: dict[str, Any], placeholders: Collection[int]
+) -> tuple[Prompted, Drawn]:
     """
-    Returns the ids, log-probabilities and mask of sampled tokens in the output of `rollout_func`. Adds the output's
-    other columns to the rollout, and the output's prompts if the rollout has none. Raises `ValueError` if a key is
+    Returns the completions in the output of `rollout_func`, and the prompts with the output's other columns, and with
+    the output's prompts if there are none. Raises `ValueError` if a key is
     missing, a prompt with media was tokenized differently, or placeholders were sampled.
     """
     missing = sorted({"prompt_ids", "completion_ids", "logprobs"} - output.keys())
     if missing:
         raise ValueError(f"`rollout_func` returned a dictionary without the keys {missing}; add them.")
-    rollout.source.extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
-    if rollout.prompts:
-        rows = zip(rollout.prompts, output["prompt_ids"], output["completion_ids"], strict=True)
+    extra = {name: value for name, value in output.items() if name not in _ROLLOUT_KEYS}
+    prompts = prompted.prompts
+    if prompts:
+        rows = zip(prompts, output["prompt_ids"], output["completion_ids"], strict=True)
         for i, (prompt, prompt_ids, completion_ids) in enumerate(rows):
             if list(prompt_ids) != prompt.input_ids.tolist():
                 raise ValueError(
@@ -52,55 +56,60 @@ def take_custom_rollout(rollout: Rollout, output: dict[str, Any], placeholders: 
                 )
     else:
         ids_by_prompt = [torch.tensor(row, dtype=torch.long) for row in output["prompt_ids"]]
-        rollout.prompts = [EncodedPrompt(ids, {}, {}, torch.arange(len(ids))[None]) for ids in ids_by_prompt]
-    return output["completion_ids"], output["logprobs"], output.get("env_mask")
+        prompts = [EncodedPrompt(ids, {}, {}, torch.arange(len(ids))[None]) for ids in ids_by_prompt]
+    prompted = replace(prompted, prompts=prompts, source=replace(prompted.source, extra=extra))
+    return prompted, Drawn(output["completion_ids"], output["logprobs"], output.get("env_mask"))
 
 
-def add_completions(
-    rollout: Rollout,
-    ids: list[list[int]],
-    logps: list[list[float | None]] | None,
-    tool_mask: list[list[int]] | None,
+def with_completions(
+    prompted: Prompted,
+    drawn: Drawn,
     *,
     ended: list[bool],
     pad_to_multiple_of: int | None,
     mask_truncated: bool,
     accelerator: Accelerator,
-) -> tuple[dict[str, float], int]:
+) -> tuple[Rollout, dict[str, float], int]:
     """
-    Adds completions, their masks and their log-probabilities to a rollout. `tool_mask` is 0 on results of tools, and
-    `None` without tools. `ended` is false for completions that were cut off. With `mask_truncated`, the loss
-    leaves such completions out. Returns TRL's metrics of lengths, and the number of prompt and sampled tokens, both
-    over all ranks.
+    Returns the rollout of completions. `ended` is false for completions that were cut off. With `mask_truncated`, the
+    loss leaves such completions out. Also returns TRL's metrics of lengths, and the number of prompt and sampled
+    tokens, both over all ranks.
     """
     device = accelerator.device
-    pad_token_id = rollout.pad_token_id
-    rollout.source.ids = ids
-    rollout.source.ended = ended
-    rollout.completion_ids = right_pad(ids, pad_token_id, pad_to_multiple_of).to(device)
+    ids, tool_mask = drawn.ids, drawn.mask
     mask = right_pad([[1] * len(row) for row in ids], 0, pad_to_multiple_of)
     has_ended = torch.tensor(ended)
     # Numbers of sampled tokens
     lengths = torch.tensor([*map(len, ids)] if tool_mask is None else [*map(sum, tool_mask)])
+    sampled = sampling_logps = None
     if tool_mask is not None:  # padding may be 1, since `completion_mask` excludes it
-        rollout.tool_mask = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
-    if logps is not None:
-        rows = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-        rollout.sampling_per_token_logps = right_pad(rows, 0.0, pad_to_multiple_of).to(device)
+        sampled = right_pad(tool_mask, 1, pad_to_multiple_of).to(device)
+    if drawn.logps is not None:
+        rows = [[torch.nan if logp is None else logp for logp in row] for row in drawn.logps]
+        sampling_logps = right_pad(rows, 0.0, pad_to_multiple_of).to(device)
     if mask_truncated:
         mask = mask * has_ended[:, None]
-        if rollout.tool_mask is not None:
-            rollout.tool_mask = rollout.tool_mask * has_ended[:, None].to(device)
-    rollout.completion_mask = mask.to(device)
-    rollout.n_sampled = lengths.to(device)
+        sampled = None if sampled is None else sampled * has_ended[:, None].to(device)
+    rollout = Rollout(
+        prompted.prompts,
+        prompted.group_ids,
+        prompted.pad_token_id,
+        replace(prompted.source, ids=ids, ended=ended),
+        prompted.step,
+        completion_ids=right_pad(ids, prompted.pad_token_id, pad_to_multiple_of).to(device),
+        completion_mask=mask.to(device),
+        tool_mask=sampled,
+        n_sampled=lengths.to(device),
+        sampling_per_token_logps=sampling_logps,
+    )
     prompt_lengths = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
     table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
     prompt_lengths, lengths, has_ended, n_loss_tokens = accelerator.gather(table).cpu().unbind(1)
-    rollout.num_items_in_batch = n_loss_tokens.sum().to(device)
     metrics = {"completions/clipped_ratio": 1 - has_ended.float().mean().item()}
     terminated = lengths[has_ended == 1]
     for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()
-    return metrics, int(prompt_lengths.sum() + lengths.sum())
+    rollout = replace(rollout, num_items_in_batch=n_loss_tokens.sum().to(device))
+    return rollout, metrics, int(prompt_lengths.sum() + lengths.sum())

@@ -3,6 +3,7 @@
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -202,12 +203,13 @@ def lost_by_reward(
     return causes_by_reward(rewards, signal, has_signal(rewards, compared), has_signal(shaped, compared))
 
 
-def set_estimates(rollout: Rollout, estimates: Estimates, causes: torch.Tensor, accelerator: Accelerator) -> None:
-    """Sets the advantages and the signal of this rank's completions, and what took it from them."""
+def with_estimates(rollout: Rollout, estimates: Estimates, causes: torch.Tensor, accelerator: Accelerator) -> Rollout:
+    """Returns a rollout with the advantages and the signal of this rank's completions, and what took it from them."""
     advantages, signal = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
-    rollout.advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
-    rollout.rewards.has_signal = signal
-    rollout.rewards.causes = local_rows(accelerator, causes, len(rollout))
+    advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
+    causes = local_rows(accelerator, causes, len(rollout))
+    rewards = replace(rollout.rewards, has_signal=signal, causes=causes)
+    return replace(rollout, advantages=advantages, rewards=rewards)
 
 
 def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:

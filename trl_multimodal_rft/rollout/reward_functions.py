@@ -26,7 +26,7 @@ from ..rewards.calls import (
     reward_arguments,
 )
 from ..rewards.model import text_reward_func
-from .rollout import Rollout
+from .rollout import Prompted
 
 
 logger = get_logger(__name__)
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 @dataclass
 class RewardFunctions:
     """
-    The reward functions of a run. Called with a [`~rollout.rollout.Rollout`], they return the rewards of its
+    The reward functions of a run. Called with a [`~rollout.rollout.Prompted`], they return the rewards of its
     completions by the functions' names.
 
     Functions get TRL's arguments, with media as the dataset has them. A reward model that is an `nn.Module` reads the
@@ -53,7 +53,7 @@ class RewardFunctions:
 
     def __call__(
         self,
-        rollout: Rollout,
+        rollout: Prompted,
         state: TrainerState,
         media_rules: MediaRules,
         profile: Callable[[str], Any] = nullcontext,
@@ -77,7 +77,7 @@ class RewardFunctions:
         return {name: _without_failed(rewards[name], rollout) for name in self.names}
 
     def call_early(
-        self, rollout: Rollout, state: TrainerState, media_rules: MediaRules, calls: EarlyCalls
+        self, rollout: Prompted, state: TrainerState, media_rules: MediaRules, calls: EarlyCalls
     ) -> EarlyRewards:
         """
         Calls the functions while the policy is trained, and returns their rewards and the entries that they log.
@@ -122,7 +122,7 @@ class RewardFunctions:
             processors=[self.processors[i] for i in indices],
         )
 
-    def _checked(self, rollout: Rollout, media_rules: MediaRules) -> dict[str, Callable]:
+    def _checked(self, rollout: Prompted, media_rules: MediaRules) -> dict[str, Callable]:
         text_models = [
             name for name, function in zip(self.names, self.functions, strict=True) if isinstance(function, nn.Module)
         ]
@@ -148,7 +148,7 @@ def only_waits(reward_func: Callable) -> bool:
     return is_async_callable(reward_func) or getattr(reward_func, "only_waits", False)
 
 
-def _arguments(rollout: Rollout) -> dict[str, Any]:
+def _arguments(rollout: Prompted) -> dict[str, Any]:
     """Returns TRL's arguments of reward functions, and `group_ids`, unless a group straddles ranks."""
     source = rollout.source
     rows = [dict(row) for row in source.rows]
@@ -166,7 +166,7 @@ def _arguments(rollout: Rollout) -> dict[str, Any]:
     return arguments
 
 
-def _without_failed(rewards: list[float | None], rollout: Rollout) -> list[float | None]:
+def _without_failed(rewards: list[float | None], rollout: Prompted) -> list[float | None]:
     return [value if error is None else None for value, error in zip(rewards, rollout.source.failures, strict=True)]
 
 

@@ -95,7 +95,7 @@ class Source(_Part):
     from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
     # A rollout that was sampled under `contrast_view` and isn't trained on. The list has, for each of that
     # rollout's completions, the batch index of a completion in this rollout: of the same prompt, without the view.
-    contrast: "tuple[Rollout, list[int]] | None" = None
+    contrast: "tuple[Prompted, list[int]] | None" = None
 
     def template_tools(self, index: int) -> dict[str, Any]:
         """Returns the chat template's argument for the tools of a completion, if there are environments."""
@@ -109,13 +109,19 @@ class Source(_Part):
         return [[turn for turn in turn_list if turn.stop > turn.start] for turn_list in turns]
 
 
+@dataclass(frozen=True, eq=False)
+class Rewards:
+    """Rewards of completions."""
+
+    by_function: list[list[float | None]]  # rewards of this rank's completions, by function
+    per_func: torch.Tensor  # (all ranks' N, number of functions)
+    bonus: torch.Tensor | None = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
+
+
 @dataclass(eq=False)
 class RewardValues(_Part):
-    """Rewards of completions, and the signal in their groups."""
+    """What updates and the exchange of groups read of rewards."""
 
-    by_function: list[list[float | None]] = field(default_factory=list)  # rewards of each completion, by function
-    per_func: torch.Tensor | None = None  # (all ranks' N, number of functions)
-    bonus: torch.Tensor | None = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
     has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
     causes: torch.Tensor | None = None  # (N,), what took the signal from a completion, see `algorithms/signal.py`
     # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond; else 0
@@ -164,44 +170,78 @@ class TokenChoice(_Part):
     without_gradient: list[bool] = field(default_factory=list)
 
 
+class Drawn(NamedTuple):
+    """What a sampler returns for a batch of prompts."""
+
+    ids: list[list[int]]  # token ids of each completion
+    logps: list[list[float | None]] | None  # of the sampler; `None` if the policy itself samples
+    mask: list[list[int]] | None = None  # 0 on tokens of tool results; `None` without tools
+    flight: Flight | None = None
+    from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
+    contrast: "tuple[Prompted, list[int]] | None" = None  # see [`Source`]
+
+
 PARTS = (Flight, Source, RewardValues, ViewScores, Values, TeacherScores, TokenChoice)
 
 
 @dataclass(eq=False)
-class Rollout(_Part):
-    """
-    Completions of a generation batch, or of a micro-batch, on this rank: `N` completions of at most `C` tokens.
-
-    Each field or part is written by a single stage of the step. Fields that losses of TRL read have TRL's names, see
-    [`TRLInputs`].
-    """
+class Prompted(_Part):
+    """Prompts of a batch on this rank, one per completion, before the completions are sampled."""
 
     prompts: list[EncodedPrompt]  # each completion's prompt; completions of a group hold the same object
     group_ids: torch.Tensor  # (N,), index of each completion's group among the groups of all ranks
     pad_token_id: int
-    # (N, C), padded on the right with `pad_token_id`
-    completion_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": None})
+    source: Source = field(default_factory=Source)
+    step: int = 0  # optimizer step at which the completions are sampled
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """
+        Returns the completions at batch indices. A tensor or list with as many entries as completions has one entry
+        per completion. All other values, such as an empty list, stay.
+        """
+        indices = list(indices)
+        n = len(self)
+
+        def pick(_: Field, value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
+                return rows_of(value, indices)
+            return [value[i] for i in indices] if isinstance(value, list) and len(value) == n else value
+
+        return self.map_values(pick)
+
+    def parts(self, size: int) -> list[range]:
+        """Returns ranges of at most `size` batch indices, which cover all completions."""
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
+
+@dataclass(eq=False, kw_only=True)
+class Rollout(Prompted):
+    """
+    Completions of a generation batch, or of a micro-batch, on this rank: `N` completions of at most `C` tokens.
+
+    Fields that losses of TRL read have TRL's names, see [`TRLInputs`].
+    """
+
+    completion_ids: torch.Tensor = field(metadata={"fill": None})  # (N, C), padded on the right with `pad_token_id`
     # (N, C), 0 on padding, and on truncated completions that are masked
-    completion_mask: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0).long(), metadata={"fill": 0})
-    tool_mask: torch.Tensor | None = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
+    completion_mask: torch.Tensor = field(metadata={"fill": 0})
     n_sampled: torch.Tensor | None = None  # (N,), sampled tokens, also those of completions that are masked
-    num_items_in_batch: torch.Tensor | None = None  # (), tokens in the loss over all ranks
-    step: int = 0  # optimizer step at which the completions were sampled
+    num_items_in_batch: torch.Tensor | None = None  # (), tokens in the loss over all ranks; `None` without a loss
     packed: bool = False  # whether completions share a forward of their prompt
+    tool_mask: torch.Tensor | None = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
     sampling_per_token_logps: torch.Tensor | None = _per_token()  # (N, C), NaN where the engine returned none
     old_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
     ref_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
     importance_sampling_ratio: torch.Tensor | None = _per_token()  # (N, C) or (N, 1), of the policy to the engine
     advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
-    source: Source = field(default_factory=Source)
     rewards: RewardValues = field(default_factory=RewardValues)
     view: ViewScores = field(default_factory=ViewScores)
     values: Values = field(default_factory=Values)
     teacher: TeacherScores = field(default_factory=TeacherScores)
     tokens: TokenChoice = field(default_factory=TokenChoice)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
 
     @property
     def completions(self) -> Completions:
@@ -242,29 +282,20 @@ class Rollout(_Part):
         """Log-probabilities of whole completions, `(N,)`, as TRL's RLOO reads them."""
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 
-    def select(self, indices: Sequence[int]) -> "Rollout":
-        """
-        Returns a rollout of the completions at batch indices. A tensor or list with as many entries as completions has
-        one entry per completion. All other values, such as an empty list, stay.
-        """
-        indices = list(indices)
-        n = len(self)
-
-        def pick(_: Field, value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == n:
-                return rows_of(value, indices)
-            return [value[i] for i in indices] if isinstance(value, list) and len(value) == n else value
-
-        return self.map_values(pick)
+    def masked(self, mask: torch.Tensor) -> "Rollout":
+        """Returns a copy without the tokens where `mask`, `(N, 1)` or `(N, C)`, is 0."""
+        old, ref = self.old_per_token_logps, self.ref_per_token_logps
+        return replace(
+            self,
+            completion_mask=self.completion_mask * mask,
+            # Masked tokens have log-probabilities of 0
+            old_per_token_logps=None if old is None else old * mask,
+            ref_per_token_logps=None if ref is None else ref * mask,
+        )
 
     def for_loss(self) -> "Rollout":
         """Returns a copy without the fields that only rewards, logs and checks read."""
-        rewards = replace(self.rewards, by_function=[], per_func=None, bonus=None)
-        return replace(self, source=Source(), rewards=rewards)
-
-    def parts(self, size: int) -> list[range]:
-        """Returns ranges of at most `size` batch indices, which cover all completions."""
-        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+        return replace(self, source=Source())
 
     def micro_batches(self, n: int) -> list["Rollout"]:
         """Returns `n` parts of equal size, in order."""

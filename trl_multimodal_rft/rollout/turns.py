@@ -37,7 +37,7 @@ from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_content, as_error, is_error_of_mcp
-from .rollout import Rollout, Turn, require
+from .rollout import Drawn, Prompted, Turn, require
 
 
 logger = get_logger(__name__)
@@ -140,19 +140,21 @@ class ToolOutcome:
             failures=[trajectory.failure for trajectory in trajectories],
         )
 
-    def add_to(self, rollout: Rollout) -> tuple:
-        """Adds all but the tokens to a rollout. Returns ids, log-probabilities and mask of the completions."""
-        source = rollout.source
-        rollout.prompts = self.prompts
-        source.completions = self.messages
-        source.turns = self.turns
-        source.contexts = self.contexts
-        source.failures = self.failures
+    def added_to(self, prompted: Prompted, drawn: Drawn) -> tuple[Prompted, Drawn]:
+        """Returns prompts and completions with all turns."""
+        source = replace(
+            prompted.source,
+            completions=self.messages,
+            turns=self.turns,
+            contexts=self.contexts,
+            failures=self.failures,
+        )
         # The newest weights, whose version is the batch index, sampled the last token after results
-        if source.flight is not None:
-            has_results = torch.tensor([0 in row for row in self.mask], device=source.flight.versions.device)
-            source.flight.versions[has_results, 1] = require(source.batch_index)
-        return self.ids, self.logps, self.mask
+        if drawn.flight is not None:
+            has_results = torch.tensor([0 in row for row in self.mask], device=drawn.flight.versions.device)
+            drawn.flight.versions[has_results, 1] = require(source.batch_index)
+        drawn = drawn._replace(ids=self.ids, logps=self.logps, mask=self.mask)
+        return replace(prompted, prompts=self.prompts, source=source), drawn
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,7 @@ def has_unparsed_call(tokenizer: PreTrainedTokenizerBase, ids: list[int], messag
     return begin != "" and not message.get("tool_calls") and re.search(begin, str(tokenizer.decode(ids))) is not None
 
 
-def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[dict[str, Any]]:
+def first_turns(rollout: Prompted, ids: list[list[int]], processing_class: Processor) -> list[dict[str, Any]]:
     """Returns the first turns of completions as messages, with tool calls if the tokenizer can parse them."""
     tokenizer = tokenizer_of(processing_class)
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
@@ -450,14 +452,14 @@ def first_turns(rollout: Rollout, ids: list[list[int]], processing_class: Proces
     ]
 
 
-def completions_without_tools(rollout: Rollout, ids: list[list[int]], processing_class: Processor) -> list[Any]:
+def completions_without_tools(rollout: Prompted, ids: list[list[int]], processing_class: Processor) -> list[Any]:
     """Returns completions as texts, or as messages if the prompts are messages."""
     if is_conversational({"prompt": rollout.source.messages[0]}):
         return [[message] for message in first_turns(rollout, ids, processing_class)]
     return texts_of(rollout, ids, tokenizer_of(processing_class))
 
 
-def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts_of(rollout: Prompted, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns completions as texts, which begin with the thinking tag if the prompt has opened it."""
     texts = completion_texts(ids, tokenizer)
     opening_tags = {id(prompt): opened_thoughts(prompt.input_ids, tokenizer) for prompt in rollout.prompts}
@@ -465,7 +467,7 @@ def texts_of(rollout: Rollout, ids: list[list[int]], tokenizer: PreTrainedTokeni
 
 
 def run_turns(
-    rollout: Rollout, ids: list[list[int]], logps: list[list[float | None]] | None, loop: ToolLoop
+    rollout: Prompted, ids: list[list[int]], logps: list[list[float | None]] | None, loop: ToolLoop
 ) -> list[Trajectory]:
     """Continues completions after their first turns, `ids`, until none ends with a tool call."""
     source = rollout.source

@@ -12,10 +12,10 @@ from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt
 from ..forward.trees import share_media
 from ..views.views import View
-from .rollout import Rollout
+from .rollout import Prompted
 
 
-def view_prompts(rollout: Rollout, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
+def view_prompts(rollout: Prompted, view: View, encoder: PromptEncoder) -> list[EncodedPrompt]:
     """
     Returns the prompts of a rollout's completions, encoded under a view. Completions of one prompt share the new
     prompt. If the view replaces no media of a prompt, the prompt stays the same object. Media that tools returned stay

@@ -534,7 +534,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     @contextmanager
     def checking_policy(self) -> Iterator[None]:
         """Raises `FloatingPointError` if the policy that samples within the context isn't finite. For all ranks."""
-        self._run.check_policy()
+        self._scoring.check_weights()
         with naming_broken_logits(self.state.global_step, self.actor.base_model.dtype):
             yield
 

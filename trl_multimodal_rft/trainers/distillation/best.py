@@ -16,8 +16,8 @@ from ...encoding.processors import checked_texts, tokenizer_of
 from ...encoding.prompts import EncodedPrompt
 from ...forward.trees import share_media
 from ...rollout.estimates import rewards_per_func
-from ...rollout.rollout import Rollout
-from ..shared.run import Run
+from ...rollout.rollout import Rewards, Rollout
+from ..shared.stages import Stages
 from .teacher import prompts_under_view
 
 
@@ -34,7 +34,7 @@ class _Answer(NamedTuple):
     text: str
 
 
-def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | None]:
+def choose_best(stages: Stages, rollout: Rollout, rewards: Rewards, min_reward: float) -> list[str | None]:
     """
     Returns for each completion the text of the best other completion of its group, or `None` if the reward of none
     reaches `min_reward`. All ranks must call this.
@@ -42,11 +42,10 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     For example, the rewards 1, 0, 2 of a group give the texts of the third, third and first completion. Of equal
     rewards, the first counts. A reward is the sum over the reward functions, without those that give `None`.
     """
-    run.gather_rewards(rollout)
-    rewards = rewards_per_func(rollout.rewards.by_function)
-    totals = torch.where(rewards.isnan().all(1), math.nan, rewards.nansum(1)).tolist()
-    tokenizer = tokenizer_of(run.prompts.processor)
-    first = run.accelerator.process_index * len(rollout)
+    per_func = rewards_per_func(rewards.by_function)
+    totals = torch.where(per_func.isnan().all(1), math.nan, per_func.nansum(1)).tolist()
+    tokenizer = tokenizer_of(stages.prompting.encoder.processor)
+    first = stages.context.accelerator.process_index * len(rollout)
     answers = [
         _Answer(group, first + i, totals[i], str(tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True)))
         for i, group in enumerate(rollout.group_ids.tolist())
@@ -59,18 +58,18 @@ def choose_best(run: Run, rollout: Rollout, min_reward: float) -> list[str | Non
     for answer in answers:
         others = [other for other in by_group.get(answer.group, []) if other.index != answer.index]
         texts.append(max(others, key=lambda other: (other.reward, -other.index)).text if others else None)
-    _log(run, totals, texts)
+    _log(stages, totals, texts)
     return texts
 
 
-def _log(run: Run, totals: list[float], texts: list[str | None]) -> None:
+def _log(stages: Stages, totals: list[float], texts: list[str | None]) -> None:
     numbers = torch.tensor([[reward, float(text is not None)] for reward, text in zip(totals, texts, strict=True)])
-    means = run.accelerator.gather(numbers.to(run.accelerator.device)).nanmean(0).tolist()
-    run.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
+    means = stages.context.accelerator.gather(numbers.to(stages.context.accelerator.device)).nanmean(0).tolist()
+    stages.context.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
 
 
 def prompts_with(
-    run: Run, rollout: Rollout, texts: list[str | None], prompts: list[EncodedPrompt]
+    stages: Stages, rollout: Rollout, texts: list[str | None], prompts: list[EncodedPrompt]
 ) -> list[EncodedPrompt]:
     """
     Returns the teacher's prompts, with a completion behind the question where there is one in `texts`, else those in
@@ -84,13 +83,15 @@ def prompts_with(
             continue
         row = rollout.source.row_indices[i]
         label = f"row {row}, a completion in the teacher's prompt"
-        messages[i] = _with_answer(messages[i], checked_texts(text, run.prompts.processor, "strip", label))
+        messages[i] = _with_answer(
+            messages[i], checked_texts(text, stages.prompting.encoder.processor, "strip", label)
+        )
         key = int(rollout.group_ids[i]), text
         if key not in encoded:
-            encoded[key] = run.prompts.encode(messages[i], row)
+            encoded[key] = stages.prompting.encoder.encode(messages[i], row)
         told[i] = encoded[key]
     source = replace(rollout.source, messages=messages)
-    told = prompts_under_view(run, replace(rollout, prompts=told, source=source), run.args.teacher_view)
+    told = prompts_under_view(stages, replace(rollout, prompts=told, source=source), stages.context.args.teacher_view)
     share_media(told)
     return told
 

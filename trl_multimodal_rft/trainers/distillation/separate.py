@@ -28,8 +28,8 @@ from ...rollout.completions import right_pad
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout, require
 from ...rollout.stream import EncodedRow
-from ..shared.run import Run
 from ..shared.scoring import compile_models, enable_packing, prepare_reference
+from ..shared.stages import Stages
 from .teacher import (
     Processor,
     Teacher,
@@ -63,7 +63,7 @@ class SeparateTeacher:
     sampled tokens, else the text of completions.
     """
 
-    run: Run
+    stages: Stages
     name: str  # for errors
     model: nn.Module  # prepared
     encoder: PromptEncoder
@@ -88,7 +88,7 @@ class SeparateTeacher:
                     f"row {row}: {self.name} takes no {' or '.join(sorted(lacking))}; remove the row, or choose "
                     "another teacher."
                 )
-        return teacher_prompts(self.run, rollout, rows, self.encoder)
+        return teacher_prompts(self.stages, rollout, rows, self.encoder)
 
     # Scores of text
 
@@ -118,10 +118,10 @@ class SeparateTeacher:
         Aligns the completion at a batch index with the teacher's tokens. Control tokens of the student are left out,
         but for the last, which is aligned with the token by which the teacher ends an answer.
         """
-        tokenizer = self.run.tokenizer
+        tokenizer = self.stages.prompting.tokenizer
         teacher_tokenizer = tokenizer_of(self.encoder.processor)
         ids = rollout.source.ids[index]
-        ends = {*self.run.completions.ends, tokenizer.pad_token_id}
+        ends = {*self.stages.sampling.ends.ids, tokenizer.pad_token_id}
         has_end = bool(ids) and rollout.source.ended[index] and ids[-1] in ends
         control_ids = {tokenizer.convert_tokens_to_ids(token) for token in control_tokens(tokenizer)}
         positions = [i for i, token_id in enumerate(ids[: len(ids) - has_end]) if token_id not in control_ids]
@@ -146,13 +146,15 @@ class SeparateTeacher:
     @torch.no_grad()
     def _teacher_logps(self, prompts: Sequence[EncodedPrompt], ids: Sequence[list[int]]) -> torch.Tensor:
         """Returns the log-probabilities of the teacher's tokens, `(N, T)`, on the CPU."""
-        run = self.run
-        args = run.args
-        size = args.per_device_train_batch_size if run.is_training else args.per_device_eval_batch_size
+        stages = self.stages
+        args = stages.context.args
+        size = args.per_device_train_batch_size if stages.context.is_training else args.per_device_eval_batch_size
         # With sharded weights, all ranks run as many forwards
-        counts = run.accelerator.gather(torch.tensor([math.ceil(len(ids) / size)], device=run.accelerator.device))
-        padded = right_pad(ids, 0).to(run.accelerator.device)
-        mask = right_pad([[1] * len(row) for row in ids], 0).to(run.accelerator.device)
+        counts = stages.context.accelerator.gather(
+            torch.tensor([math.ceil(len(ids) / size)], device=stages.context.accelerator.device)
+        )
+        padded = right_pad(ids, 0).to(stages.context.accelerator.device)
+        mask = right_pad([[1] * len(row) for row in ids], 0).to(stages.context.accelerator.device)
         logps = torch.zeros(padded.shape, dtype=torch.float32)
         for start in range(0, int(counts.max()) * size, size):
             part = slice(start, start + size)
@@ -173,7 +175,7 @@ class SeparateTeacher:
 
     def _run_dummy(self) -> None:
         """Runs a forward of the teacher without completions of this rank."""
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.run.accelerator.device)
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.stages.context.accelerator.device)
         self.policy.score(self.model, ScoreRequest([self.dummy_prompt()], ids, torch.ones_like(ids), packed=False))
 
     # Update
@@ -181,7 +183,7 @@ class SeparateTeacher:
     def target(self, rollout: Rollout) -> Target | SpanTarget:
         """Returns what the student's tokens of a micro-batch are compared with."""
         if self.shares_tokens:
-            return Teacher(self.run, self.model, None, self.rules, self.policy).target(rollout)
+            return Teacher(self.stages, self.model, None, self.rules, self.policy).target(rollout)
         return SpanTarget(
             taught_mask(rollout),
             self.rules[0],
@@ -192,14 +194,16 @@ class SeparateTeacher:
         )
 
 
-def separate_teacher(run: Run, model: PreTrainedModel, student: PreTrainedModel, name: str) -> SeparateTeacher | None:
+def separate_teacher(
+    stages: Stages, model: PreTrainedModel, student: PreTrainedModel, name: str
+) -> SeparateTeacher | None:
     """
     Prepares a teacher with the processor of its folder, or returns `None` if it reads the student's inputs. Raises
     `ValueError` if it has no processor, or if the loss needs the probabilities of all tokens and the teacher has other
     tokens than the student.
     """
-    args = run.args
-    student_processor = run.prompts.processor
+    args = stages.context.args
+    student_processor = stages.prompting.encoder.processor
     if not args.separates_teachers or teacher_obstacle(student, model, student_processor, args) is None:
         return None
     processor = _load_processor(model, args, name)
@@ -207,34 +211,34 @@ def separate_teacher(run: Run, model: PreTrainedModel, student: PreTrainedModel,
     if not shares_tokens:
         _check_loss(args, name)
     rules = divergence_head_rule(student, "student"), divergence_head_rule(model, "teacher")
-    prepared, packs = _prepare(run, model)
+    prepared, packs = _prepare(stages, model)
     fallbacks = Fallbacks(packing=packs, isolate=family_of(model).isolate)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens_per_microbatch}
-    policy = PolicyForward(run.accelerator, processor, fallbacks, **options)
+    policy = PolicyForward(stages.context.accelerator, processor, fallbacks, **options)
     encoder = replace(
-        run.prompts,
+        stages.prompting.encoder,
         model=model,
         processor=processor,
-        template_kwargs={**run.prompts.template_kwargs, "chat_template": None},
+        template_kwargs={**stages.prompting.encoder.template_kwargs, "chat_template": None},
         for_engine=False,
         keep_decoded=False,
         feature_dtype=lambda: model.dtype,
     )
-    return SeparateTeacher(run, name, prepared, encoder, policy, rules, shares_tokens)
+    return SeparateTeacher(stages, name, prepared, encoder, policy, rules, shares_tokens)
 
 
-def prepared_teacher(run: Run, model: PreTrainedModel) -> Any:
+def prepared_teacher(stages: Stages, model: PreTrainedModel) -> Any:
     """Prepares a teacher that reads the student's inputs, as the reference is prepared."""
-    prepared, packs = _prepare(run, model)
-    run.policy.fallbacks.packing = run.policy.fallbacks.packing and packs
+    prepared, packs = _prepare(stages, model)
+    stages.scoring.policy.fallbacks.packing = stages.scoring.policy.fallbacks.packing and packs
     return prepared
 
 
-def _prepare(run: Run, model: PreTrainedModel) -> tuple[Any, bool]:
+def _prepare(stages: Stages, model: PreTrainedModel) -> tuple[Any, bool]:
     """Also returns whether the model can score packed rows."""
-    prepared: Any = prepare_reference(model, run.args, run.accelerator)
-    packs = enable_packing(run.accelerator, prepared, None, run.args)
-    compile_models(run.accelerator, run.args, prepared)
+    prepared: Any = prepare_reference(model, stages.context.args, stages.context.accelerator)
+    packs = enable_packing(stages.context.accelerator, prepared, None, stages.context.args)
+    compile_models(stages.context.accelerator, stages.context.args, prepared)
     return prepared, packs
 
 
@@ -277,7 +281,7 @@ def taught_mask(rollout: Rollout) -> torch.Tensor:
 class SeparateTeachers:
     """The teachers of a run that have processors of their own, by their index among all teachers."""
 
-    run: Run
+    stages: Stages
     by_index: dict[int, SeparateTeacher]
     names: Mapping[int, str | None]  # `None` for a single teacher
     on_device: Callable[[int], AbstractContextManager]  # returns a context in which a teacher scores
@@ -292,7 +296,7 @@ class SeparateTeachers:
             if index in self.by_index:
                 encoded = self.by_index[index].prompts(part, part_rows)
             else:
-                encoded = teacher_prompts(self.run, part, part_rows)
+                encoded = teacher_prompts(self.stages, part, part_rows)
             prompts |= dict(zip(chosen, encoded, strict=True))
         return [prompts[i] for i in range(len(rollout))]
 
@@ -319,7 +323,7 @@ class SeparateTeachers:
         rollout.teacher.span_logps = logps.to(rollout.completion_ids.device)
         self._log(rollout, by_text)
         self._leave_out_unaligned(rollout, by_text)
-        rollout.num_items_in_batch = self.run.accelerator.reduce(taught_mask(rollout).sum())
+        rollout.num_items_in_batch = self.stages.context.accelerator.reduce(taught_mask(rollout).sum())
         return remaining
 
     def _log(self, rollout: Rollout, by_text: dict[int, SeparateTeacher]) -> None:
@@ -335,7 +339,7 @@ class SeparateTeachers:
                 metrics["teacher/aligned_frac"] = share
             else:
                 metrics[f"teacher/{name}/aligned_frac"] = share
-        self.run.metrics.add(metrics)
+        self.stages.context.metrics.add(metrics)
 
     def _leave_out_unaligned(self, rollout: Rollout, by_text: dict[int, SeparateTeacher]) -> None:
         """Excludes completions of which nothing is aligned, or raises a `ValueError` for the first of them."""
@@ -343,17 +347,17 @@ class SeparateTeachers:
         indices = teacher_indices(rollout)
         is_unaligned = (mask.any(1) & ~taught_mask(rollout).any(1)).tolist()
         unaligned = [i for i, index in enumerate(indices) if index in by_text and is_unaligned[i]]
-        if unaligned and self.run.args.teacher_processor_settings.on_unaligned == "raise":
+        if unaligned and self.stages.context.args.teacher_processor_settings.on_unaligned == "raise":
             first = unaligned[0]
-            text = self.run.tokenizer.decode(rollout.source.ids[first])
+            text = self.stages.prompting.tokenizer.decode(rollout.source.ids[first])
             raise ValueError(
                 f"row {rollout.source.row_indices[first]}: no token of the completion {text!r} can be aligned with "
                 f"tokens of {by_text[indices[first]].name}; set `teacher_processor=\"separate(on_unaligned='skip')\"` "
                 "to leave such completions out, or choose another teacher."
             )
-        (n_unaligned,) = sum_over_ranks(self.run.accelerator, [len(unaligned)])
-        self.run.metrics.add({"teacher/unaligned": n_unaligned})
+        (n_unaligned,) = sum_over_ranks(self.stages.context.accelerator, [len(unaligned)])
+        self.stages.context.metrics.add({"teacher/unaligned": n_unaligned})
         if n_unaligned:
             is_taught = torch.ones(len(rollout), dtype=torch.bool, device=mask.device)
             is_taught[unaligned] = False
-            leave_out(self.run, rollout, is_taught)
+            leave_out(self.stages, rollout, is_taught)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Several teachers in one run, of which the column `teacher_id` chooses one for each row."""
+"""Several teachers in one stages, of which the column `teacher_id` chooses one for each row."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from ...rollout.stream import EncodedRow
 from ..shared.arguments import mapping
 from ..shared.finite import check_frozen_weights
 from ..shared.offload import HostMemory, storages, weights
-from ..shared.run import Run
+from ..shared.stages import Stages
 from .config import is_address
 from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
 from .teacher import (
@@ -106,7 +106,7 @@ def load_teachers(
 class Teachers:
     """Teachers by their names, each of which scores the completions of its rows."""
 
-    run: Run
+    stages: Stages
     student: PreTrainedModel
     named: list[NamedTeacher]
     _by_model: list[Teacher | SeparateTeacher] = field(init=False)
@@ -120,17 +120,21 @@ class Teachers:
                 self._by_model.append(teacher.separate)
                 continue
             if teacher.model is not None:
-                rule = divergence_head_rule(self.run.policy.unwrapped(teacher.model), f"teacher {teacher.name!r}")
-            self._by_model.append(Teacher(self.run, teacher.model, None, (student_rule, rule), self.run.policy))
+                rule = divergence_head_rule(
+                    self.stages.scoring.policy.unwrapped(teacher.model), f"teacher {teacher.name!r}"
+                )
+            self._by_model.append(
+                Teacher(self.stages, teacher.model, None, (student_rule, rule), self.stages.scoring.policy)
+            )
 
     @classmethod
-    def of(cls, run: Run, loaded: Mapping[str, PreTrainedModel | str], student: PreTrainedModel) -> "Teachers":
+    def of(cls, stages: Stages, loaded: Mapping[str, PreTrainedModel | str], student: PreTrainedModel) -> "Teachers":
         """
         Returns teachers that are prepared as the reference is. Raises `ValueError` if the tokens or features of one
         differ from the student's.
         """
-        args = run.args
-        processor = run.prompts.processor
+        args = stages.context.args
+        processor = stages.prompting.encoder.processor
         named = []
         for name, model in loaded.items():
             memory = HostMemory(args.device) if args.offload_during_generation else None
@@ -138,15 +142,15 @@ class Teachers:
                 if isinstance(model, str):
                     named.append(NamedTeacher(name, server=server_teacher(model, args, student, processor)))
                     continue
-                separate = separate_teacher(run, model, student, f"the teacher {name!r}")
+                separate = separate_teacher(stages, model, student, f"the teacher {name!r}")
                 if not args.separates_teachers:
                     check_teacher(student, model, processor, args)
             except ValueError as error:
                 raise ValueError(f"`teacher_models`, {name!r}: {error}") from error
-            prepared: Any = prepared_teacher(run, model) if separate is None else separate.model
+            prepared: Any = prepared_teacher(stages, model) if separate is None else separate.model
             named.append(NamedTeacher(name, prepared, memory=memory, separate=separate))
             named[-1].send_away()
-        return cls(run, student, named)
+        return cls(stages, student, named)
 
     # Rollout
 
@@ -156,8 +160,8 @@ class Teachers:
         `ValueError` for a row that names an unknown teacher.
         """
         indices = [self._index_of(row) for row in rows]
-        rollout.teacher.index = torch.tensor(indices, device=self.run.accelerator.device)
-        if not any_rank(self.run.accelerator, max(indices) >= 0):
+        rollout.teacher.index = torch.tensor(indices, device=self.stages.context.accelerator.device)
+        if not any_rank(self.stages.context.accelerator, max(indices) >= 0):
             logger.warning_once(
                 f"No row of a batch names its teacher, one of {self.names}, in the column {TEACHER_ID!r}, so that the "
                 "loss of the batch is 0."
@@ -192,8 +196,8 @@ class Teachers:
         """Adds the top tokens of teachers on servers to a rollout."""
         if not requests:
             return
-        shape = *rollout.completion_ids.shape, self.run.args.loss_top_k
-        device = self.run.accelerator.device
+        shape = *rollout.completion_ids.shape, self.stages.context.args.loss_top_k
+        device = self.stages.context.accelerator.device
         ids = torch.zeros(shape, dtype=torch.long, device=device)
         logps = torch.zeros(shape, device=device)
         for index, server_requests in requests.items():
@@ -201,7 +205,7 @@ class Teachers:
             completions = [rollout.source.ids[i] for i in chosen]
             server: Any = self.named[index].server
             top_k = functools.partial(server.top_k, server_requests, completions, shape[1], shape[2])
-            own_ids, own_logps = on_all_ranks(self.run.accelerator, top_k)
+            own_ids, own_logps = on_all_ranks(self.stages.context.accelerator, top_k)
             ids[chosen] = own_ids.to(device)
             logps[chosen] = own_logps.to(device)
         rollout.teacher.ids = ids
@@ -211,7 +215,7 @@ class Teachers:
         """Excludes completions without a teacher from the loss. All ranks must call this."""
         index = rollout.teacher.index
         assert index is not None
-        leave_out(self.run, rollout, index >= 0)
+        leave_out(self.stages, rollout, index >= 0)
 
     def separate(self) -> SeparateTeachers | None:
         """Returns the teachers with processors of their own, or `None` if there are none."""
@@ -219,7 +223,7 @@ class Teachers:
         if not by_index:
             return None
         names = dict(enumerate(self.names))
-        return SeparateTeachers(self.run, by_index, names, lambda index: self.named[index].on_device())
+        return SeparateTeachers(self.stages, by_index, names, lambda index: self.named[index].on_device())
 
     # Update
 
@@ -229,7 +233,7 @@ class Teachers:
         for index, teacher in enumerate(self.named):
             chosen = completions_of(rollout, index)
             # With sharded weights, all ranks forward a teacher, or none
-            if any_rank(self.run.accelerator, bool(chosen)):
+            if any_rank(self.stages.context.accelerator, bool(chosen)):
                 parts.append(self._part(rollout, index, teacher, chosen))
         if not parts:  # no completion of the micro-batch has a teacher, and the mask is 0
             parts = [self._part(rollout, 0, self.named[0], [])]

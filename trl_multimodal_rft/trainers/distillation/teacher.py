@@ -35,7 +35,7 @@ from ...views.views import as_view
 from ..shared.arguments import mapping
 from ..shared.ema import MovingAverage
 from ..shared.loading import load_by_name
-from ..shared.run import Run
+from ..shared.stages import Stages
 
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def completions_of(rollout: Rollout, teacher_index: int) -> list[int]:
 
 
 def teacher_prompts(
-    run: Run, rollout: Rollout, rows: Sequence[EncodedRow], encoder: PromptEncoder | None = None
+    stages: Stages, rollout: Rollout, rows: Sequence[EncodedRow], encoder: PromptEncoder | None = None
 ) -> list[EncodedPrompt]:
     """
     Returns the teacher's prompt for each completion. Columns for the teacher, such as `teacher_prompt`, replace the
@@ -193,13 +193,13 @@ def teacher_prompts(
     """
     are_separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(are_separate) or encoder is not None:
-        if run.toolbox.tools:
+        if stages.prompting.toolbox.tools:
             column = next(name for name in TEACHER_COLUMNS if name in rows[are_separate.index(True)].stored)
             raise ValueError(
                 f"Columns for the teacher, such as {column!r}, can't be used with `tools`, since tool results would "
                 "follow prompts of another length; remove the columns or the tools."
             )
-        conversations = run.prompts.messages([row.stored for row in rows], TEACHER)
+        conversations = stages.prompting.encoder.messages([row.stored for row in rows], TEACHER)
         teacher_prompts_by_id: dict[int, Any] = {}
         student_messages = rollout.source.messages
         messages = [
@@ -212,21 +212,25 @@ def teacher_prompts(
             if encoder is None and encoded is not None:
                 teacher_prompts_by_id[id(prompt)] = encoded
             elif id(prompt) not in teacher_prompts_by_id:
-                teacher_prompts_by_id[id(prompt)] = (encoder or run.prompts).encode(conversation, row.row_index)
+                teacher_prompts_by_id[id(prompt)] = (encoder or stages.prompting.encoder).encode(
+                    conversation, row.row_index
+                )
         prompts = [teacher_prompts_by_id[id(prompt)] for prompt in rollout.prompts]
         rollout = replace(rollout, prompts=prompts, source=replace(rollout.source, messages=messages))
-    prompts = prompts_under_view(run, rollout, run.args.teacher_view, encoder)
+    prompts = prompts_under_view(stages, rollout, stages.context.args.teacher_view, encoder)
     share_media(prompts)
     return prompts
 
 
 def prompts_under_view(
-    run: Run, rollout: Rollout, view: str | None, encoder: PromptEncoder | None = None
+    stages: Stages, rollout: Rollout, view: str | None, encoder: PromptEncoder | None = None
 ) -> list[EncodedPrompt]:
     """Returns the prompts of completions, under `view` if there is one, with random numbers of this step."""
     if view is None:
         return rollout.prompts
-    return view_prompts(rollout, as_view(view).seeded(run.args.seed, rollout.step), encoder or run.prompts)
+    return view_prompts(
+        rollout, as_view(view).seeded(stages.context.args.seed, rollout.step), encoder or stages.prompting.encoder
+    )
 
 
 def server_teacher(
@@ -245,12 +249,12 @@ def server_teacher(
     return server
 
 
-def score_on_server(run: Run, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
+def score_on_server(stages: Stages, server: ServerTeacher, rollout: Rollout, requests: list[EngineRequest]) -> None:
     """Adds the top tokens of a teacher on a server to a rollout. `requests` hold the teacher's prompts."""
     width = rollout.completion_ids.size(1)
-    device = run.accelerator.device
-    top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, run.args.loss_top_k)
-    ids, logps = on_all_ranks(run.accelerator, top_k)
+    device = stages.context.accelerator.device
+    top_k = functools.partial(server.top_k, requests, rollout.source.ids, width, stages.context.args.loss_top_k)
+    ids, logps = on_all_ranks(stages.context.accelerator, top_k)
     rollout.teacher.ids = ids.to(device)
     rollout.teacher.logps = logps.to(device)
 
@@ -269,17 +273,17 @@ def keep_teacher_prompts(rollout: Rollout, prompts: Sequence[EncodedPrompt], is_
         rollout.teacher.prompts = prompts
 
 
-def leave_out(run: Run, rollout: Rollout, is_taught: torch.Tensor) -> None:
+def leave_out(stages: Stages, rollout: Rollout, is_taught: torch.Tensor) -> None:
     """Excludes completions where `is_taught`, `(N,)`, is false from the loss. All ranks must call this."""
     rollout.completion_mask = rollout.completion_mask * is_taught[:, None].to(rollout.completion_mask)
-    rollout.num_items_in_batch = run.accelerator.reduce(rollout.loss_mask.sum())
+    rollout.num_items_in_batch = stages.context.accelerator.reduce(rollout.loss_mask.sum())
 
 
 @dataclass
 class Teacher:
     """The teacher: another model, or the student with its current, base or averaged weights."""
 
-    run: Run
+    stages: Stages
     model: nn.Module | None  # `None` if the student teaches itself
     average: MovingAverage | None
     rules: tuple[HeadRule, HeadRule]  # of the student's head, and of the teacher's
@@ -291,9 +295,9 @@ class Teacher:
         if self.model is not None:
             yield self.model
             return
-        args = self.run.args
-        student: Any = self.run.model
-        model = self.run.accelerator.unwrap_model(student)
+        args = self.stages.context.args
+        student: Any = self.stages.context.model
+        model = self.stages.context.accelerator.unwrap_model(student)
         without_adapter = args.self_teacher_settings.weights == "base"
         if self.average is not None:
             self.average.follow(student)
@@ -308,7 +312,7 @@ class Teacher:
 
     def target(self, rollout: Rollout) -> Target:
         """Returns the teacher's distributions for a micro-batch, from a server's earlier response or a forward."""
-        args = self.run.args
+        args = self.stages.context.args
         mask = rollout.loss_mask
         policy = self.policy
         if rollout.teacher.ids is not None:

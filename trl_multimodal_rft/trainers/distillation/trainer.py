@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines, in_code
 from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rewards, Rollout, TeacherScores, require
 from ...rollout.stream import EncodedRow
 from ..shared.arguments import mapping
 from ..shared.base import MultimodalTrainer
@@ -178,8 +179,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         rewards.names += distinct_names([get_callable_name(function) for function in functions])
         separate: SeparateTeacher | None = None
         if teacher is not None and args.separates_teachers:
-            separate = separate_teacher(self._run, teacher.eval(), student, "the teacher")
-            self.ref_model = prepared_teacher(self._run, teacher) if separate is None else separate.model
+            separate = separate_teacher(self._stages, teacher.eval(), student, "the teacher")
+            self.ref_model = prepared_teacher(self._stages, teacher) if separate is None else separate.model
         self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
         url = args.teacher_model_server_url
         self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
@@ -203,43 +204,45 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
             self.add_callback(self.ema)
         head_rules = student_head_rule, teacher_head_rule or student_head_rule
-        self._teacher = separate or Teacher(self._run, self.teacher_model, self.ema, head_rules, self._policy)
-        self._teachers = Teachers.of(self._run, several, student) if several else None
+        self._teacher = separate or Teacher(self._stages, self.teacher_model, self.ema, head_rules, self._policy)
+        self._teachers = Teachers.of(self._stages, several, student) if several else None
         self._separate = None if self._teachers is None else self._teachers.separate()
         if separate is not None:
-            self._separate = SeparateTeachers(self._run, {0: separate}, {0: None}, lambda index: nullcontext())
+            self._separate = SeparateTeachers(self._stages, {0: separate}, {0: None}, lambda index: nullcontext())
 
     # Rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        self._run.check_policy()
+        self._scoring.check_weights()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
-        rollout = self._collect(rows)
+        rollout: Any = self._prompt(rows)
+        rollout.teacher = choice = TeacherScores()
         server = self.teacher_server
         teachers = self._teachers
         if teachers is not None:
             teachers.choose(rollout, rows)
         separate = self._separate
         if separate is None:
-            prompts = teacher_prompts(self._run, rollout, rows)
+            prompts = teacher_prompts(self._stages, rollout, rows)
         else:
             prompts = separate.prompts(rollout, rows)
         # Made before sampling, after which prompts lose the decoded media that a server needs
         requests = None if server is None else server.requests_for(prompts)
         requests_of_teachers = {} if teachers is None else teachers.requests_for(rollout, prompts)
-        rollout.prompts = prompts_under_view(self._run, rollout, self.args.student_view)
+        rollout.prompts = prompts_under_view(self._stages, rollout, self.args.student_view)
         with self.offloading():
-            self._sample(rollout)
-        best = self._best_completions(rollout)
+            rollout = replace(self._sampling(rollout), teacher=choice)
+        rewards = self._rewarding(rollout) if self.args.self_teacher_settings.shows_best else None
+        best = self._best_completions(rollout, rewards)
         if best is not None:
-            prompts = prompts_with(self._run, rollout, best, prompts)
+            prompts = prompts_with(self._stages, rollout, best, prompts)
         if server is not None and requests is not None:
-            score_on_server(self._run, server, rollout, requests)
+            score_on_server(self._stages, server, rollout, requests)
         if teachers is not None:
             teachers.score_on_servers(rollout, requests_of_teachers)
-        self._check_sampler(rollout)
-        self._run.leave_out_failed(rollout)
+        self._sampling.check_engine(rollout, self._corrects_for_engine(rollout))
+        rollout = self._rewarding.without_failed(rollout)
         if teachers is not None:
             teachers.leave_out_untaught(rollout)
         if separate is not None:
@@ -247,22 +250,22 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
         if best is not None:
             is_taught = torch.tensor([text is not None for text in best])
-            leave_out(self._run, rollout, is_taught.to(self.accelerator.device))
-        self._rollout_log.add_completions(rollout)
-        log_media_contribution(self._run, rollout, self._steps_per_rollout)
+            leave_out(self._stages, rollout, is_taught.to(self.accelerator.device))
+        self._rollout_log.add_completions(rollout, None if rewards is None else rewards.per_func)
+        log_media_contribution(self._stages, rollout, self._steps_per_rollout)
         return rollout
 
-    def _best_completions(self, rollout: Rollout) -> list[str | None] | None:
+    def _best_completions(self, rollout: Rollout, rewards: Rewards | None) -> list[str | None] | None:
         """Returns what the teacher sees of each completion's group with `shows_best=True`, else `None`."""
         settings = self.args.self_teacher_settings
-        if not settings.shows_best:
+        if rewards is None:
             return None
         if not self.model.training:
             raise ValueError(
                 "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
                 "prompt; evaluate with `GenerationEvalCallback`."
             )
-        return choose_best(self._run, rollout, settings.min_reward)
+        return choose_best(self._stages, rollout, rewards, settings.min_reward)
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
         named_rows = [row.row_index for row in rows if row.stored.get(TEACHER_ID) is not None]

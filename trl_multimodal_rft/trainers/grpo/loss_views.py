@@ -18,7 +18,7 @@ from ...rollout.ranks import local_rows
 from ...rollout.rollout import Rollout, require
 from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
-from ..shared.run import Run
+from ..shared.stages import Stages
 from .method import GRPO
 
 
@@ -41,21 +41,21 @@ def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
     return rule
 
 
-def add_view(run: Run, rollout: Rollout) -> None:
+def add_view(stages: Stages, rollout: Rollout) -> None:
     """Sets a rollout's prompts under `loss_view`, and marks the completions whose prompts the view changes."""
-    view = run.args.loss_view_settings.view.seeded(run.args.seed, rollout.step)
-    rollout.view.prompts = view_prompts(rollout, view, run.prompts)
+    view = stages.context.args.loss_view_settings.view.seeded(stages.context.args.seed, rollout.step)
+    rollout.view.prompts = view_prompts(rollout, view, stages.prompting.encoder)
     pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
     # `view_prompts` keeps the same object for a prompt that the view doesn't change
     rollout.view.replaces = torch.tensor(
-        [clean is not viewed for clean, viewed in pairs], device=run.accelerator.device
+        [clean is not viewed for clean, viewed in pairs], device=stages.context.accelerator.device
     )
     for prompt in rollout.view.prompts:
         prompt.decoded = ()  # no sampler reads prompts under this view
 
 
 def measure_dependency(
-    run: Run,
+    stages: Stages,
     rollout: Rollout,
     rule: HeadRule | None,
     score: Callable[[Rollout], Scores],
@@ -69,7 +69,7 @@ def measure_dependency(
     and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy with
     the media. It is 0 where the view replaces no media.
     """
-    args = run.args
+    args = stages.context.args
     has_replacement = require(rollout.view.replaces)[:, None]
     if rule is None:
         old_scores = score(rollout)
@@ -77,24 +77,26 @@ def measure_dependency(
         rollout.view.dependency = torch.where(has_replacement, view_scores.entropies - old_scores.entropies, 0)
     else:
         batch_size: int = args.per_device_train_batch_size
-        model: Any = run.model
+        model: Any = stages.context.model
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
-            old_scores, rollout.view.dependency = score_dependency(run.policy, model, rule, rollout, batch_size)
+            old_scores, rollout.view.dependency = score_dependency(
+                stages.scoring.policy, model, rule, rollout, batch_size
+            )
     if not args.loss_view_settings.has_gradient:  # updates don't forward the view
         rollout.view.prompts = []
     dependency = scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * has_replacement)
-    run.metrics.add({"view/dependency": dependency})
+    stages.context.metrics.add({"view/dependency": dependency})
     return old_scores
 
 
-def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
+def weigh_by_dependency(stages: Stages, rollout: Rollout) -> None:
     """
     Weighs completions and tokens by their dependency on media.
 
     With `advantage_min`, weighs advantages by the mean dependency of a completion's tokens. With `temperature` or
     `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
     """
-    settings = run.args.loss_view_settings
+    settings = stages.context.args.loss_view_settings
     dependency = require(rollout.view.dependency)
     mask = rollout.loss_mask
     replaces = require(rollout.view.replaces)
@@ -102,12 +104,12 @@ def weigh_by_dependency(run: Run, rollout: Rollout) -> None:
     if settings.advantage_min is not None:
         mean_dependencies = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         # (N, 2) of all ranks: the mean dependency, and 1 if the completion is to be weighed
-        statistics = run.accelerator.gather(
+        statistics = stages.context.accelerator.gather(
             torch.stack([mean_dependencies, (replaces & mask.any(1)).to(mean_dependencies.dtype)], dim=1)
         )
         completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
-        run.metrics.add({"view/weight_max": completion_weights.max().item()})
-        local_weights = local_rows(run.accelerator, completion_weights, len(rollout))
+        stages.context.metrics.add({"view/weight_max": completion_weights.max().item()})
+        local_weights = local_rows(stages.context.accelerator, completion_weights, len(rollout))
         rollout.advantages = advantages * (local_weights if advantages.dim() == 1 else local_weights[:, None])
     token_weights = None
     if settings.temperature is not None:

@@ -10,11 +10,17 @@ from ...algorithms.advantages import Estimator
 from ...algorithms.returns import Steps
 from ...rewards.calls import StepwiseReward
 from ...rollout.estimates import join_steps
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rewards, Rollout
 
 
 def gather_steps(
-    rollout: Rollout, estimator: Estimator, weights: torch.Tensor, *, has_tools: bool, is_first_batch: bool
+    rollout: Rollout,
+    rewards: Rewards,
+    estimator: Estimator,
+    weights: torch.Tensor,
+    *,
+    has_tools: bool,
+    is_first_batch: bool,
 ) -> Steps | None:
     """
     Returns the steps of all ranks' completions, or `None` if the estimator doesn't read them. `weights` are those of
@@ -23,7 +29,6 @@ def gather_steps(
     if estimator.step_input is None:
         return None
     reads_states = estimator.step_input == "states"
-    rewards = rollout.rewards
     # By completion and turn: the index where the turn ends, and for GiGPO the digest of its state
     turns = [
         [(turn.stop, turn.state if reads_states else "") for turn in completion]
@@ -39,4 +44,4 @@ def gather_steps(
             f"`advantage_estimator={estimator.spelling!r}` reads rewards of steps, and the first batch has none; let "
             "a reward function return a number per turn, or use 'group_norm'."
         )
-    return join_steps(by_function, turns, require(rewards.per_func), weights, rewards.bonus)
+    return join_steps(by_function, turns, rewards.per_func, weights, rewards.bonus)

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
 from ...rollout.ranks import gather_rows
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rewards, Rollout, require
 from ...rollout.token_filter import TokenFilter
 from ..shared.base import MultimodalTrainer
 from ..shared.rollout_logs import reward_index
@@ -177,19 +178,20 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rollout = super()._roll_out(inputs)
         # The dependency of a token on media is how much its distribution changes under the view
         if rollout.view.dependency is not None:
-            weigh_by_dependency(self._run, rollout)
+            weigh_by_dependency(self._stages, rollout)
         return rollout
 
-    def _score_rollout(self, rollout: Rollout) -> None:
+    def _score_rollout(self, rollout: Rollout) -> Rollout:
         args = self.args
         scores_early = self._groups is not None or self._measures_dependency
         if args.loss_view is not None and self.model.training:
-            add_view(self._run, rollout)
+            add_view(self._stages, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
         if (scores_early and self.model.training) or args.advantages_read_logps:
             self._score_with_entropies([rollout])
         if args.beta != 0:
-            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+            rollout = replace(rollout, ref_per_token_logps=self._scoring.by_reference(rollout).logps)
+        return rollout
 
     def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
         """
@@ -201,12 +203,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         trl_scores_too = self.args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
             map(self._corrects_for_engine, parts)
         )
-        score = functools.partial(self._run.score, self.model)
+        score = functools.partial(self._scoring.score, self.model)
         for part in parts:
             lacks_dependency = self._measures_dependency and part.view.prompts and part.view.dependency is None
             with nullcontext() if trl_scores_too else self._timing_extra_scoring():
                 if lacks_dependency:
-                    old_scores = measure_dependency(self._run, part, self._head_rule, score, self._run.score_reference)
+                    old_scores = measure_dependency(
+                        self._stages, part, self._head_rule, score, self._scoring.by_reference
+                    )
                 else:
                     old_scores = score(part)
             part.old_per_token_logps = old_scores.logps
@@ -221,19 +225,21 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _measures_dependency(self) -> bool:
         return self.args.loss_view is not None and self.args.loss_view_settings.measures_dependency
 
-    def _reward(self, rollout: Rollout) -> None:
-        super()._reward(rollout)
+    def _reward(self, rollout: Rollout) -> Rewards:
+        rewards = super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
             # The last column is the length penalty. A completion without another reward gets no penalty, either
-            rewards = require(rollout.rewards.per_func)
-            rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
+            per_func = rewards.per_func
+            per_func[per_func[:, :-1].isnan().all(dim=1), -1] = torch.nan
+        return rewards
 
-    def _estimate(self, rollout: Rollout) -> None:
-        super()._estimate(rollout)
+    def _estimate(self, rollout: Rollout, rewards: Rewards) -> Rollout:
+        rollout = super()._estimate(rollout, rewards)
         if self._kl_in_reward:
             logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
             self._metric_log.add({"kl": token_mean(kl, rollout.loss_mask)})
+        return rollout
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         args = self.args
@@ -245,30 +251,37 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if args.reward_clip_range is not None:
             shaped = shaped.clamp(*args.reward_clip_range)
         if args.reward_running_scale or args.reward_clip_range is not None:
-            self._run.metrics.add({"shaped_reward": shaped.nanmean().item()})
+            self._metric_log.add({"shaped_reward": shaped.nanmean().item()})
         return shaped
 
     def _compare_rewards(
-        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+        self,
+        rollout: Rollout,
+        rewards: Rewards,
+        totals: torch.Tensor,
+        shaped: torch.Tensor,
+        group_ids: torch.Tensor,
     ) -> Estimates:
         args = self.args
-        size = self._run.group_size
+        size = self._context.group_size
         if args.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(require(rollout.rewards.per_func), self.reward_weights, group_ids, size)
-        advantages = self._estimate_advantages(rollout, shaped, group_ids)
+            return normalize_then_sum(rewards.per_func, self.reward_weights, group_ids, size)
+        advantages = self._estimate_advantages(rollout, rewards, shaped, group_ids)
         if self._estimator.step_input:
-            return signal_of_steps(advantages, rewards, group_ids)
-        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(rewards, size, args.scale_rewards))
+            return signal_of_steps(advantages, totals, group_ids)
+        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(totals, size, args.scale_rewards))
 
-    def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    def _estimate_advantages(
+        self, rollout: Rollout, rewards: Rewards, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Returns `(N,)` or `(N, C)`."""
         args = self.args
         needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
         advantages = GRPO.advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
-            rewards=rewards,
-            rewards_per_func=require(rollout.rewards.per_func),
+            rewards=shaped,
+            rewards_per_func=rewards.per_func,
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
             old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if needs_logps else None,
@@ -277,6 +290,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             scale=args.scale_rewards,
             steps=gather_steps(
                 rollout,
+                rewards,
                 self._estimator,
                 self.reward_weights,
                 has_tools=bool(self.tools),
@@ -339,7 +353,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             start = self._step % args.steps_per_generation
             parts = micro_batches[start : start + window]
             with self._timing_extra_scoring():
-                entropies = [self._run.score(self.model, part).entropies for part in parts]
+                entropies = [self._scoring.score(self.model, part).entropies for part in parts]
             self._token_filter.set_weights(parts, entropies)
 
     def _token_weights(self, rollout: Rollout, entropies: torch.Tensor) -> torch.Tensor | float:
@@ -388,7 +402,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
         if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-            self._run.metrics.add({"extra_scoring_time": self._extra_scoring_time})
+            self._metric_log.add({"extra_scoring_time": self._extra_scoring_time})
             self._extra_scoring_time = 0.0
         return output
 

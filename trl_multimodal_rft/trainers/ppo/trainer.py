@@ -46,7 +46,7 @@ from ...models.wrapped import is_unsharded
 from ...reporting.events import EventPart
 from ...reporting.model_card import in_code
 from ...rollout.ranks import gather_rows, local_rows
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rewards, Rollout, require
 from ...rollout.score import score_values
 from ..checkpoints.files import whole_state_dict
 from ..grpo.trainer import MultimodalGRPOTrainer
@@ -267,12 +267,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Rollout
 
-    def _estimate_advantages(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    def _estimate_advantages(
+        self, rollout: Rollout, rewards: Rewards, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Returns `(N, C)`, or without a critic as in GRPO. Also sets the rollout's values and GAE's returns."""
         if self.critic is None:
-            return super()._estimate_advantages(rollout, rewards, group_ids)
+            return super()._estimate_advantages(rollout, rewards, shaped, group_ids)
         values, bootstrap = self._score_values(rollout)
-        local_rewards = local_rows(self.accelerator, rewards, len(rollout))
+        local_rewards = local_rows(self.accelerator, shaped, len(rollout))
         rewards_per_token = self._token_rewards(rollout, local_rewards)
         advantages, returns = PPO.advantages(
             rewards_per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
@@ -282,7 +284,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         rollout.rewards.scorable = (~local_rewards.isnan()).long()
         local_tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
         values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
-        self._run.metrics.add(critic_metrics(values, returns, advantages, mask))
+        self._metric_log.add(critic_metrics(values, returns, advantages, mask))
         return whiten(advantages, mask)
 
     def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:

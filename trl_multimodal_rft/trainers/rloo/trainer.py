@@ -2,6 +2,7 @@
 """Trainer for REINFORCE Leave-One-Out (RLOO) with media."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero
 from ...rollout.ranks import sum_over_ranks
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rewards, Rollout, require
 from ..shared.base import MultimodalTrainer
 from ..shared.rollout_logs import reward_index
 from ..shared.setup import resolve_config
@@ -102,30 +103,36 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Rollout
 
-    def _score_rollout(self, rollout: Rollout) -> None:
+    def _score_rollout(self, rollout: Rollout) -> Rollout:
         exchanges_groups = self._groups is not None and self.model.training
         # Scores before the update enter the KL penalty in the reward, and the ratios of groups that are replayed later
         if self.beta != 0 or exchanges_groups:
-            rollout.old_per_token_logps = self._run.score(self.model, rollout).logps
+            rollout = replace(rollout, old_per_token_logps=self._scoring.score(self.model, rollout).logps)
         if self.beta != 0:
-            rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+            rollout = replace(rollout, ref_per_token_logps=self._scoring.by_reference(rollout).logps)
+        return rollout
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards if self.reward_clip_range is None else rewards.clamp(*self.reward_clip_range)
 
     def _compare_rewards(
-        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+        self,
+        rollout: Rollout,
+        rewards: Rewards,
+        totals: torch.Tensor,
+        shaped: torch.Tensor,
+        group_ids: torch.Tensor,
     ) -> Estimates:
         penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
         advantages = RLOO.advantages(penalized, group_ids, self.normalize_advantages)
-        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._run.group_size))
+        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._context.group_size))
 
     def _divergence(self, rollout: Rollout) -> torch.Tensor:
         """Returns `(N,)` of all ranks, and logs the mean per token."""
         mask = rollout.loss_mask
         kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
         kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
-        self._run.metrics.add({"kl": kl_sum / max(n_tokens, 1.0)})
+        self._metric_log.add({"kl": kl_sum / max(n_tokens, 1.0)})
         return self.accelerator.gather(kl.sum(1))
 
     # Update

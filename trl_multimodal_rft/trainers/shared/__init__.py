@@ -9,10 +9,10 @@ What trainers share, by the moment at which it runs.
 - In a constructor, before TRL's: `setup` compares config, launch and model, and `loading` loads models and rewards.
 - Whenever a dataset comes, from a constructor or for an evaluation: `dataset_checks` reads its columns and first rows.
 - In a worker, for each micro-batch of a trainer that reads completions: `collator` encodes rows.
-- In a constructor, after TRL's: `scoring` makes what scores completions, `prompts` what reads rows, `run` what the
-  stages of a rollout share, and `engine`, which needs the run, what samples. `optimizer` sets the rates of parts.
-- In each rollout: `sampling` gets the completions, with `asynchronous`, `rollout_views` and `offload` as options, and
-  `rollout_logs` logs them.
+- In a constructor, after TRL's: `prompts` makes what reads rows, and `engine` what samples. `optimizer` sets the rates
+  of parts.
+- In each rollout: the stages `prompting`, `sampling`, `scoring` and `rewarding`, which `stages` lists and which read
+  `context`, with `asynchronous`, `rollout_views` and `offload` as options. `rollout_logs` logs them.
 - In each update: `finite` checks weights and gradients, `ema` averages weights, and `signals` ends a run after it.
 - When a user looks at a dataset: `token_columns` shows the tokens of rows.
 """

@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 
+from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
 from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt
 from ...engines.in_flight import EarlyRewards, InFlight, Key, request_keys
-from ...engines.samplers import Samples
 from ...engines.vllm_client import on_all_ranks, server_features
 from ...engines.vllm_prompts import EnginePrompts
 from ...engines.vllm_requests import ServerSample
 from ...engines.vllm_servers import Servers
-from ...rollout.completions import add_completions
-from ...rollout.rollout import Flight, Rollout
+from ...rollout.completions import with_completions
+from ...rollout.reward_functions import RewardFunctions
+from ...rollout.rollout import Drawn, Flight, Prompted, Rollout
 from ...rollout.turns import completions_without_tools
-from .rollout_views import prompts_under_views, record_views
-from .run import Run
+from .context import Context
+from .prompting import Prompting
+from .rollout_views import prompts_under_views, without_extra
 
 
 # Number of completions that each rank samples to compare the engine with the policy, and their maximum length
@@ -51,11 +53,14 @@ def row_encoder(
 class AsynchronousSampling:
     """Asynchronous sampler: servers get the requests of a batch before the batch is due."""
 
-    run: Run
+    context: Context
+    prompting: Prompting
+    checks: Checks
+    reward_functions: RewardFunctions
     flight: InFlight
     engine: Servers
 
-    def __call__(self, sampler: Any, rollout: Rollout, batch_index: int) -> Samples:
+    def __call__(self, sampler: Any, rollout: Prompted, batch_index: int) -> Drawn:
         """
         Returns the samples of the batch with this index in the run. First sends the current weights to the servers,
         and requests all batches up to `max_staleness` ahead. All ranks must call this.
@@ -63,15 +68,15 @@ class AsynchronousSampling:
         With `max_staleness=2`, the call for batch 0 requests the batches 0, 1 and 2, and the call for batch 1 requests
         batch 3, which the servers sample during the updates on the batches 1 and 2.
         """
-        run = self.run
+        context = self.context
         flight = self.flight
         n = len(rollout)
-        accelerator = run.accelerator
+        accelerator = context.accelerator
         self.engine.generation_batch_index = batch_index
         with sampler.explain():
-            sampler.load_weights(run.step)
+            sampler.load_weights(context.step)
         flight.version = batch_index
-        for index in run.stream.batch_indices(batch_index, flight.max_staleness + 1):
+        for index in self.prompting.stream.batch_indices(batch_index, flight.max_staleness + 1):
             if index not in flight:
                 self._request_batch(index)
         with sampler.explain(), sampler.profile("vLLM.generate"):
@@ -84,15 +89,15 @@ class AsynchronousSampling:
             versions += [[answer.first_version, answer.last_version]] * len(answer.completions)
         ids, logps = ([*column] for column in zip(*completions, strict=True))
         # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
-        rollout.source.flight = Flight(torch.tensor(versions[:n], device=accelerator.device))
+        answered = Flight(torch.tensor(versions[:n], device=accelerator.device))
         if pending.rewards:
             rewards = on_all_ranks(accelerator, lambda: [future.result() for future in pending.rewards.values()])
-            rollout.source.flight.early_rewards = EarlyRewards.join(rewards)
+            answered.early_rewards = EarlyRewards.join(rewards)
         flight.probes = pending.probes
-        ages = batch_index - accelerator.gather(rollout.source.flight.versions[:, 0]).float()
+        ages = batch_index - accelerator.gather(answered.versions[:, 0]).float()
         # (ranks, 2): the trainer's wait for answers, and the answers' wait for the trainer
         waits = accelerator.gather(torch.tensor([wait_seconds], device=ages.device))
-        run.metrics.add(
+        context.metrics.add(
             {
                 "staleness/mean": ages.mean().item(),
                 "staleness/max": ages.max().item(),
@@ -100,7 +105,8 @@ class AsynchronousSampling:
                 "wait/trainer": waits[:, 1].mean().item(),
             }
         )
-        return record_views(run, rollout, pending.views, ids, logps)
+        drawn = Drawn(ids, logps, flight=answered)
+        return without_extra(context, self.prompting.encoder, rollout, pending.views, drawn)
 
     def _request_batch(self, batch_index: int) -> None:
         """
@@ -109,15 +115,15 @@ class AsynchronousSampling:
         With 2 ranks of 2 completions, the completions of rank 1 have the global indices 2 and 3. An extra completion
         for the prompt of index 3 under `contrast_view` has the global index 7.
         """
-        run = self.run
-        accelerator = self.run.accelerator
-        batch, step = run.stream.batch(batch_index)
+        context = self.context
+        accelerator = context.accelerator
+        batch, step = self.prompting.stream.batch(batch_index)
         rows = list(batch)
-        rollout = run.collect(rows)
+        rollout = self.prompting.collect(rows)
         rollout.group_ids = rollout.group_ids.cpu()  # so that threads that reward completions can read the ids
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
-        views = prompts_under_views(run, rollout, step)
+        views = prompts_under_views(context, self.prompting.encoder, rollout, step)
         n = len(rollout)
         offset = accelerator.process_index * len(rollout)
         batch_indices = [*range(n), *views.contrast]
@@ -129,13 +135,13 @@ class AsynchronousSampling:
         ]
         row_indices = [rollout.source.row_indices[i] for i in batch_indices]
         # A key is (batch index, row index, seed, number of completions)
-        keys = request_keys(prompts, row_indices, global_indices, batch_index, run.args.seed)
+        keys = request_keys(prompts, row_indices, global_indices, batch_index, context.args.seed)
         requests = self.engine.server_requests(prompts)
-        if not run.toolbox.tools:  # with tools, later turns need the decoded media
+        if not self.prompting.toolbox.tools:  # with tools, later turns need the decoded media
             for prompt in prompts:
                 prompt.decoded = ()
         requests = {key: request._replace(seed=key[2]) for key, request in zip(keys, requests, strict=True)}
-        check = run.checks.self_check
+        check = self.checks.self_check
         # Probes compare engine and policy once after an update
         needs_probes = check is not None and check.engine_updated is None
         # Maps keys to the position of their request's first completion in `prompts`
@@ -154,38 +160,38 @@ class AsynchronousSampling:
             probes=probes,
         )
 
-    def _early_rewards(self, rollouts: dict[Key, Rollout]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
+    def _early_rewards(self, rollouts: dict[Key, Prompted]) -> dict[Key, Callable[[list[ServerSample]], EarlyRewards]]:
         """
         Returns one function per request, which rewards the request's completions on arrival. Threads call it, so it
         uses only reward functions that wait for other processes, see [`~rollout.reward_functions.only_waits`].
         `rollouts` has the parts of the rollout by request.
         """
-        run = self.run
+        context = self.context
         flight = self.flight
-        reward_functions = run.reward_functions.that_wait()
+        reward_functions = self.reward_functions.that_wait()
         # With tools, an arriving completion isn't final yet, and with `rollout_view` two requests share a group
-        if not reward_functions.names or run.toolbox.tools or run.args.rollout_view is not None:
+        if not reward_functions.names or self.prompting.toolbox.tools or context.args.rollout_view is not None:
             return {}
         if flight.processor is None:  # threads can't share the trainer's processor
-            flight.processor = copy.deepcopy(run.prompts.processor)
+            flight.processor = copy.deepcopy(self.prompting.encoder.processor)
 
-        def reward(part: Rollout, samples: list[ServerSample]) -> EarlyRewards:
+        def reward(part: Prompted, samples: list[ServerSample]) -> EarlyRewards:
             source = part.source
             source.ids = [ids for ids, _ in samples]
-            source.whole_groups = len(part) == run.completions.group_sizes[0]
+            source.whole_groups = len(part) == context.group_sizes[0]
             source.completions = completions_without_tools(part, source.ids, flight.processor)
-            return reward_functions.call_early(part, run.live.state, run.args.rules, flight.calls)
+            return reward_functions.call_early(part, context.live.state, context.args.rules, flight.calls)
 
         return {key: partial(reward, part) for key, part in rollouts.items()}
 
 
-def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
+def probe_engine(prompting: Prompting, flight: InFlight, n: int) -> Rollout:
     """
     Samples a few tokens after some prompts of the last batch with the engine's current weights. Returns the rollout of
     these completions, at most `n` of them. All ranks must call this.
     """
     n_probes = min(n, _N_PROBES)
-    accelerator = run.accelerator
+    accelerator = prompting.context.accelerator
     prompts, requests = zip(*islice(cycle(flight.probes), n_probes), strict=True)
     short_requests = [item._replace(count=1, max_tokens=min(item.max_tokens, _PROBE_LENGTH)) for item in requests]
     ids, logps = (
@@ -193,7 +199,6 @@ def probe_engine(run: Run, flight: InFlight, n: int) -> Rollout:
     )
     # Group ids don't matter, since probes get no advantages
     group_ids = torch.zeros(n_probes, dtype=torch.long, device=accelerator.device)
-    rollout = Rollout([*prompts], group_ids, run.tokenizer.pad_token_id)
+    prompted = Prompted([*prompts], group_ids, prompting.tokenizer.pad_token_id)
     options: dict[str, Any] = {"pad_to_multiple_of": None, "mask_truncated": False, "accelerator": accelerator}
-    add_completions(rollout, ids, logps, None, ended=[*map(run.has_ended, ids)], **options)
-    return rollout
+    return with_completions(prompted, Drawn(ids, logps), ended=[True] * n_probes, **options)[0]

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import is_async_callable
 
 from ...algorithms.losses import LossOutput
+from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
 from ...data.rows.features import Rows
-from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...models.modes import has_dropout
 from ...policy import Live
@@ -28,15 +29,16 @@ from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
 from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
-from ...rollout.estimates import Estimates, lost_by_reward, set_estimates, weighted_sum
+from ...rollout.estimates import Estimates, lost_by_reward, weighted_sum, with_estimates
 from ...rollout.groups import GroupExchange, group_exchange
 from ...rollout.reward_functions import RewardFunctions
-from ...rollout.rollout import Rollout, TRLInputs, require
+from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import n_on_policy, without_gradient
 from ...rollout.turns import ToolLoop
+from .context import Context, attribute_of
 from .dataset_checks import unchecked_datasets
-from .engine import GenerationParts, make_sampling
+from .engine import GenerationParts, make_samplers
 from .inputs import Inputs, check_inputs
 from .loading import (
     Models,
@@ -48,13 +50,14 @@ from .loading import (
 )
 from .offload import HostMemory, idle_storages
 from .optimizer import freeze_and_check
+from .prompting import Prompting
 from .prompts import make_prompts, prompt_loader
+from .rewarding import Rewarding
 from .rollout_logs import RolloutLog, log_media_contribution
-from .rollout_views import bonus_of_contrast
-from .run import CompletionSettings, Notices, Run, attribute_of
-from .sampling import check_prompts, check_sampler, sample_rollout
-from .scoring import compile_models, disable_dropout, enable_packing, make_scoring
+from .sampling import Ends, Sampling
+from .scoring import Scoring, compile_models, disable_dropout, enable_packing, make_forward, prepare_reference
 from .signatures import Model, Processor
+from .stages import Stages
 from .trainer import BaseTrainer
 
 
@@ -79,8 +82,6 @@ class MultimodalTrainer(BaseTrainer):
     _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
     _groups: GroupExchange | None = None  # set with dynamic sampling or replay
     _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
-    sampler: Sampler
-    _logit_bias: dict[int, float]
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
     _reward_functions = functools.cached_property(lambda self: RewardFunctions())
@@ -93,6 +94,10 @@ class MultimodalTrainer(BaseTrainer):
     reward_funcs = attribute_of("_reward_functions", "functions")
     reward_func_names = attribute_of("_reward_functions", "names")
     reward_processing_classes = attribute_of("_reward_functions", "processors")
+    # Attributes of stages that users and tests read and replace
+    sampler = attribute_of("_sampling", "sampler")
+    in_flight = attribute_of("_sampling", "in_flight")
+    vllm_generation = attribute_of("_sampling", "engine")
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
@@ -100,7 +105,6 @@ class MultimodalTrainer(BaseTrainer):
     _knows_rows = True  # whether the datasets hold all prompts of the run
     lr_scheduler: Any
     _buffered_inputs: Any
-    vllm_generation: Any
 
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
@@ -126,30 +130,32 @@ class MultimodalTrainer(BaseTrainer):
         self._set_tools(rewards.environment_funcs)
         self._set_prompts(inputs)
         wrap_reward_models(self._reward_functions, rewards, self.accelerator, self.args, self.chat_template_kwargs)
-        self._run = self._make_run(unchecked_datasets(inputs.datasets))
         if args.needs_rewards:
             self._groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
-        self._set_sampling(inputs, models)
+        self._stages = self._make_stages(inputs, models)
         # After the samplers, which read the models: packing and compilation, which change them
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
         compile_models(self.accelerator, args, self.model, self.ref_model)
         self._finish_setup()
         self._add_log_callbacks()
         self._stream.is_new(self.train_dataset)
-        self._run.check_held_out({"eval_dataset": self.eval_dataset})
+        self._prompting.check_held_out({"eval_dataset": self.eval_dataset})
 
     def _set_scoring(self, models: Models) -> None:
-        scoring = make_scoring(
-            self.accelerator, self.model, self.ref_model, models.ref_model, self.processing_class, self.args
-        )
-        self._policy = scoring.policy
-        self.checks = scoring.checks
-        self.ref_model = scoring.reference
-        self._load_processor = models.load_processor
+        args = self.args
+        self._live.report_to = args.report_to
+        group_sizes = args.num_generations or 1, self.num_generations_eval
+        self._context = Context(args, self.accelerator, self._live, self._metric_log, group_sizes)
+        parts = self.accelerator, self.model, self.ref_model
+        self._policy = make_forward(*parts, self.processing_class, args)
+        self.checks = Checks(self._policy, self.accelerator)
+        self._scoring = Scoring(self._context, self._policy, self.checks)
         if models.ref_model is not None:
-            self.beta = self.args.beta  # 0 in TRL's constructor
-            if self.args.sync_ref_model:
-                self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+            reference: Any = prepare_reference(models.ref_model, args, self.accelerator)
+            self.ref_model = reference
+            self.beta = args.beta  # 0 in TRL's constructor
+            if args.sync_ref_model:
+                self.add_callback(SyncRefModelCallback(reference, self.accelerator))
 
     def _set_prompts(self, inputs: Inputs) -> None:
         self.rollout_func = inputs.rollout_func
@@ -168,26 +174,15 @@ class MultimodalTrainer(BaseTrainer):
         )
         self.prompts = prompts.encoder
         self._stream = prompts.stream
-
-    def _make_run(self, unchecked_datasets: set[str]) -> Run:
-        self._live.report_to = self.args.report_to
-        rewards = self._reward_functions
-        rewards.loop = getattr(self, "async_loop", None)
-        rewards.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
-        encodes_text = self.rollout_func is None
-        return Run(
-            self.args,
-            self._policy,
+        self._prompting = Prompting(
+            self._context,
             self.prompts,
             self.toolbox,
             self._stream,
-            self.checks,
-            self._metric_log,
-            rewards,
             self.card_notes,
-            self._live,
-            CompletionSettings.of(self.args, self.eos_token_ids, self.num_generations_eval, encodes_text),
-            Notices(unchecked_datasets),
+            self.reward_funcs,
+            encodes_text=self.rollout_func is None,
+            unchecked_datasets=unchecked_datasets(inputs.datasets),
         )
 
     def _set_tools(self, reward_funcs: dict[str, Callable]) -> None:
@@ -211,8 +206,11 @@ class MultimodalTrainer(BaseTrainer):
         self._reward_functions.add(name, reward_func)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
-    def _set_sampling(self, inputs: Inputs, models: Models) -> None:
+    def _make_stages(self, inputs: Inputs, models: Models) -> Stages:
         args = self.args
+        functions = self._reward_functions
+        functions.loop = getattr(self, "async_loop", None)
+        functions.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
         self.use_vllm = args.use_vllm
         self.host_memory = HostMemory(args.device) if args.offload_during_generation else None
         generation = GenerationParts(
@@ -222,8 +220,12 @@ class MultimodalTrainer(BaseTrainer):
             getattr(self, "continuous_batching_config", None),
         )
         has_rows = inputs.rollout_func is None and self._knows_rows
-        sampling = make_sampling(
-            self._run,
+        ends = Ends.of(args, self.eos_token_ids)
+        samplers = make_samplers(
+            self._context,
+            self._prompting,
+            self._policy,
+            ends.ids,
             generation,
             inputs.sampler,
             revision=models.revision,
@@ -231,18 +233,31 @@ class MultimodalTrainer(BaseTrainer):
             host_memory=self.host_memory,
             is_in_train=lambda: self.is_in_train,  # changes during the run
         )
-        self.sampler = sampling.sampler
-        self.in_flight = sampling.in_flight
-        self._transformers_sampler = sampling.local
-        self._logit_bias = sampling.logit_bias
-        if sampling.engine is not None:
-            self.vllm_generation = sampling.engine
+        self._sampling = Sampling(
+            self._context,
+            self._prompting,
+            self._scoring,
+            functions,
+            ends,
+            samplers.sampler,
+            samplers.local,
+            make_loop=lambda **options: self.tool_loop(**options),
+            load_processor=models.load_processor,
+            engine=samplers.engine,
+            in_flight=samplers.in_flight,
+            logit_bias=samplers.logit_bias,
+            rollout_func=self.rollout_func and (lambda prompts: self.rollout_func(prompts, self)),
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            mask_truncated=self.mask_truncated_completions,
+        )
+        self._rewarding = Rewarding(self._context, self._prompting, functions)
+        return Stages(self._context, self._prompting, self._sampling, self._scoring, self._rewarding)
 
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler = self.callback_handler
         main_handler = handler if self.is_world_process_zero() else None
-        log = RolloutLog(self._run, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
+        log = RolloutLog(self._stages, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
         for callback in log.callbacks(handler, getattr(self, "commit_scheduler", None)):
             self.add_callback(callback)
         self._rollout_log = log
@@ -256,14 +271,10 @@ class MultimodalTrainer(BaseTrainer):
         models: Any = () if self.rollout_func is not None else [self.ref_model, self.ema, self._idle_critic]
         return self.host_memory.offloading(idle_storages(self.model, self.optimizer, *models))
 
-    def _check_sampler(self, rollout: Rollout) -> None:
-        options: Any = {"corrects_for_engine": self._corrects_for_engine(rollout), "flight": self.in_flight}
-        check_sampler(self._run, self.sampler, rollout, logit_bias=self._logit_bias, **options)
-
     # Rows and prompts
 
     def _read_row(self, row: Row) -> list:
-        return self._run.read_row(row)
+        return self._prompting.read_row(row)
 
     def _train_loader(self) -> DataLoader:
         steps = self._steps_per_rollout
@@ -274,7 +285,7 @@ class MultimodalTrainer(BaseTrainer):
     def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
         if self._stream.is_new(dataset):
-            self._run.check_new({"eval_dataset": dataset}, () if self.rollout_func is not None else reward_funcs)
+            self._prompting.check_new({"eval_dataset": dataset}, () if self.rollout_func is not None else reward_funcs)
 
     def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
         if is_argument:
@@ -294,85 +305,79 @@ class MultimodalTrainer(BaseTrainer):
         rollout = self._draw(inputs)
         if self._groups is not None and self.model.training:
             rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
-            self._run.metrics.add(metrics)
+            self._metric_log.add(metrics)
             if has_old_groups and self._loss_needs_reference and rollout.ref_per_token_logps is not None:
                 # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
-                rollout.ref_per_token_logps = self._run.score_reference(rollout).logps
+                rollout.ref_per_token_logps = self._scoring.by_reference(rollout).logps
         return rollout
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        self._run.check_policy()
-        rollout = self._collect(inputs)
+        """Runs the stages of a rollout. Each returns a value, and no stage changes what an earlier one returned."""
+        self._scoring.check_weights()
+        prompted = self._prompt(inputs)
         with self.offloading():
-            self._sample(rollout)
-        self._score_rollout(rollout)
-        self._check_sampler(rollout)
-        self._reward(rollout)
-        self._estimate(rollout)
-        log_media_contribution(self._run, rollout, self._steps_per_rollout)
+            rollout = self._sampling(prompted)
+        rollout = self._score_rollout(rollout)
+        self._sampling.check_engine(rollout, self._corrects_for_engine(rollout))
+        rewards = self._reward(rollout)
+        rollout = self._rewarding.without_failed(rollout)
+        rollout = self._estimate(rollout, rewards)
+        log_media_contribution(self._stages, rollout, self._steps_per_rollout)
         return rollout
 
     def _roll_out_extra(self, n: int) -> Rollout:
         return self._draw(self._stream.draw(n))
 
-    def _collect(self, inputs: Sequence[Any]) -> Rollout:
-        rollout = self._run.begin_rollout(inputs)
-        self.environments = rollout.source.environments
-        if self.args.self_check and self.model.training and rollout.prompts:
-            check_prompts(self._run, self.sampler, rollout, self._transformers_sampler, self._load_processor)
-        return rollout
-
-    def _sample(self, rollout: Rollout) -> None:
-        sample_rollout(
-            self._run,
-            self.sampler,
-            rollout,
-            rollout_func=self.rollout_func and (lambda prompts: self.rollout_func(prompts, self)),
-            flight=self.in_flight,
-            engine=getattr(self, "vllm_generation", None),
-            make_loop=self.tool_loop,
-            pad_to_multiple_of=self.args.pad_to_multiple_of,
-            mask_truncated=self.mask_truncated_completions,
-        )
+    def _prompt(self, inputs: Sequence[Any]) -> Prompted:
+        prompted = self._prompting(inputs)
+        self.environments = prompted.source.environments
+        self._sampling.check_prompts(prompted)
+        return prompted
 
     def tool_loop(self, **options) -> ToolLoop:
         """Returns a loop of tool calls with the limits of training, unless `options` sets other limits."""
         limits = {"max_length": self.max_completion_length, "max_turns": self.max_tool_calling_iterations}
-        return self._run.tool_loop(self.sampler, **{**limits, **options})
+        return self._sampling.tool_loop(**{**limits, **options})
 
-    def _score_rollout(self, rollout: Rollout) -> None:
-        """Sets log-probabilities under the sampling policy and the reference, if they are needed before the update."""
+    def _score_rollout(self, rollout: Rollout) -> Rollout:
+        """Returns it with log-probabilities of policy and reference, if they are needed before the update."""
         raise NotImplementedError
 
-    def _estimate(self, rollout: Rollout) -> None:
-        """Sets advantages and marks groups with signal, by `_shape_rewards` and then `_compare_rewards`."""
+    def _estimate(self, rollout: Rollout, rewards: Rewards) -> Rollout:
+        """Returns it with advantages, by `_shape_rewards` and then `_compare_rewards`, and marks of groups."""
         group_ids = self.accelerator.gather(rollout.group_ids)
-        rewards = weighted_sum(require(rollout.rewards.per_func), self.reward_weights, rollout.rewards.bonus)
-        shaped = self._shape_rewards(rewards)
-        estimates = self._compare_rewards(rollout, rewards, shaped, group_ids)
-        causes = lost_by_reward(estimates, rewards, shaped, group_ids, self.args.compares_groups)
-        set_estimates(rollout, estimates, causes, self.accelerator)
-        self._rollout_log.measure_groups(rollout, rewards, group_ids)
-        self._rollout_log.add(rollout, rewards, estimates)
+        totals = weighted_sum(rewards.per_func, self.reward_weights, rewards.bonus)
+        shaped = self._shape_rewards(totals)
+        estimates = self._compare_rewards(rollout, rewards, totals, shaped, group_ids)
+        causes = lost_by_reward(estimates, totals, shaped, group_ids, self.args.compares_groups)
+        rollout = with_estimates(rollout, estimates, causes, self.accelerator)
+        self._rollout_log.measure_groups(rollout, rewards.per_func, totals, group_ids)
+        self._rollout_log.add(rollout, rewards.per_func, totals, estimates)
+        return rollout
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Scales and clips the rewards of all ranks' completions, `(N,)`."""
         raise NotImplementedError
 
     def _compare_rewards(
-        self, rollout: Rollout, rewards: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+        self,
+        rollout: Rollout,
+        rewards: Rewards,
+        totals: torch.Tensor,
+        shaped: torch.Tensor,
+        group_ids: torch.Tensor,
     ) -> Estimates:
         """
-        Returns advantages, and which groups have signal, from the rewards of all ranks' completions before and after
-        shaping. All arguments except `rollout` are `(N,)`.
+        Returns advantages, and which groups have signal, from the rewards of all ranks' completions, and their sums
+        before and after shaping. All tensors are `(N,)`.
         """
         raise NotImplementedError
 
-    def _reward(self, rollout: Rollout) -> None:
-        self._run.gather_rewards(rollout)
-        self._run.leave_out_failed(rollout)
+    def _reward(self, rollout: Rollout) -> Rewards:
+        rewards = self._rewarding(rollout)
         if self.args.contrast_view is not None:
-            rollout.rewards.bonus = bonus_of_contrast(self._run, rollout)
+            return replace(rewards, bonus=self._rewarding.bonus_of_contrast(rollout, rewards.per_func))
+        return rewards
 
     # Checkpoints
 
@@ -405,7 +410,7 @@ class MultimodalTrainer(BaseTrainer):
             return
         self._step = state["step"]
         if state["buffered_inputs"] is not None:
-            self._buffered_inputs = self._run.restored(state["buffered_inputs"])
+            self._buffered_inputs = self._stages.restored(state["buffered_inputs"])
         if self._groups is not None and state["groups"] is not None:
             self._groups.load_state_dict(state["groups"])
         if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
@@ -433,7 +438,7 @@ class MultimodalTrainer(BaseTrainer):
             # forward would draw other random numbers
             if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
                 rollout.tokens.without_gradient = without_gradient(rollout)
-            self._buffered_inputs = self._run.micro_batches(rollout, self._shuffles_completions)
+            self._buffered_inputs = self._stages.micro_batches(rollout, self._shuffles_completions)
             self._on_rollout(self._buffered_inputs)
         self._on_micro_batch(self._buffered_inputs, index)
         return self._buffered_inputs[self._step % steps]
@@ -447,7 +452,7 @@ class MultimodalTrainer(BaseTrainer):
         """Scores the micro-batches of a new rollout that come after its first update, and so are off-policy."""
         for part in micro_batches[self._n_on_policy_batches :]:
             if part.old_per_token_logps is None:
-                part.old_per_token_logps = self._run.score(self.model, part).logps
+                part.old_per_token_logps = self._scoring.score(self.model, part).logps
         if self._corrects_for_engine(micro_batches[0]) and self._n_on_policy_batches == 0:
             self._metric_log.add(engine_metrics(micro_batches, self.args))
 

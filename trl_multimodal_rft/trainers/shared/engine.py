@@ -2,7 +2,7 @@
 """The samplers of a run, made at the end of a constructor: transformers, or vLLM in the process or on servers."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +24,15 @@ from ...engines.vllm_in_process import InProcess
 from ...engines.vllm_servers import Servers
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
+from ...policy import PolicyForward
 from ..checkpoints.files import checkpoints, step_of
 from .arguments import mapping
 from .configs import SamplingConfig
+from .context import Context
 from .dataset_checks import media_limits
 from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
-from .run import Run
+from .prompting import Prompting
 from .setup import warn_of_unused_recommendations
 
 
@@ -53,19 +55,21 @@ def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]
 
 
 def make_engine(
-    run: Run,
+    context: Context,
+    prompting: Prompting,
+    ends: Sequence[int],
     bias: dict[int, float],
     revision: str | None,
     max_media: dict[str, int],
     host_memory: HostMemory | None,
 ) -> InProcess | Servers:
     """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
-    args = run.args
-    accelerator = run.accelerator
-    model: Any = run.model
+    args = context.args
+    accelerator = context.accelerator
+    model: Any = context.model
     json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
-    stops = {} if options.get("ignore_eos") else ends_of_text(run.completions.ends)
+    stops = {} if options.get("ignore_eos") else ends_of_text(ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
         stops.pop("ignore_eos", None)  # a grammar ends with the model folder's end of text, which vLLM must heed
     # Only stop strings need texts. vLLM would detokenize the token of each log-probability, which is slow, and fails
@@ -97,7 +101,7 @@ def make_engine(
     arguments = {
         "model": model,
         "accelerator": accelerator,
-        "processing_class": run.prompts.processor,
+        "processing_class": prompting.encoder.processor,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
         **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
         **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
@@ -126,49 +130,56 @@ class GenerationParts:
     continuous_batching: ContinuousBatchingConfig | None
 
 
-def transformers_sampler(run: Run, generation: GenerationParts, placeholders: set[int]) -> TransformersSampler:
+def transformers_sampler(
+    context: Context,
+    prompting: Prompting,
+    policy: PolicyForward,
+    ends: Sequence[int],
+    generation: GenerationParts,
+    placeholders: set[int],
+) -> TransformersSampler:
     """Returns the sampler with transformers, which never samples `placeholders` of media."""
-    args = run.args
+    args = context.args
     config = generation.config
     kwargs = generation.kwargs
     if placeholders and not args.use_vllm:  # a sampled placeholder would stand for media that don't exist
         config.suppress_tokens = sorted(placeholders | set(config.suppress_tokens or []))
         kwargs["suppress_tokens"] = config.suppress_tokens
         # Training doesn't discourage tokens that are never sampled, so the saved model must suppress them, too
-        run.prompts.model.generation_config.suppress_tokens = config.suppress_tokens
+        prompting.encoder.model.generation_config.suppress_tokens = config.suppress_tokens
 
     @contextmanager
     def ready_to_generate() -> Iterator[nn.Module]:
-        model = run.live.model_wrapped
+        model = context.live.model_wrapped
         with (
             unwrap_model_for_generation(
                 model,
-                run.accelerator,
+                context.accelerator,
                 gather_deepspeed3_params=args.ds3_gather_for_generation,
                 generation_kwargs=kwargs,
                 gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
             ) as unwrapped_model,
             torch.no_grad(),
             generation.backend.summon_full_params(model, recurse=False),
-            naming_broken_logits(run.step, run.policy.unwrapped(run.model).dtype),
+            naming_broken_logits(context.step, policy.unwrapped(context.model).dtype),
         ):
             yield unwrapped_model
 
     return TransformersSampler(
-        run.policy,
-        run.accelerator,
+        policy,
+        context.accelerator,
         config,
-        run.completions.ends,
-        run.tokenizer.pad_token_id,
+        ends,
+        prompting.tokenizer.pad_token_id,
         ready_to_generate,
-        run.live.profile,
+        context.live.profile,
         generation.continuous_batching,
         torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,  # dtype for continuous batching
     )
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Samplers:
     """What samples completions."""
 
     sampler: Sampler
@@ -178,8 +189,11 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)  # of the engine, by token id
 
 
-def make_sampling(
-    run: Run,
+def make_samplers(
+    context: Context,
+    prompting: Prompting,
+    policy: PolicyForward,
+    ends: Sequence[int],
     generation: GenerationParts,
     sampler: Sampler | None,
     *,
@@ -187,22 +201,24 @@ def make_sampling(
     datasets: Iterable[Any],
     host_memory: HostMemory | None,
     is_in_train: Callable[[], bool],
-) -> Sampling:
+) -> Samplers:
     """Returns the user's `sampler`, or the sampler of the config with its engine. `revision` is the model's."""
-    args = run.args
-    warn_of_unused_recommendations(run.prompts.model.generation_config, generation.config)
-    placeholders = all_placeholder_ids(run.prompts.model, run.prompts.processor)
-    local = transformers_sampler(run, generation, placeholders)
+    args = context.args
+    warn_of_unused_recommendations(prompting.encoder.model.generation_config, generation.config)
+    placeholders = all_placeholder_ids(prompting.encoder.model, prompting.encoder.processor)
+    local = transformers_sampler(context, prompting, policy, ends, generation, placeholders)
     if not args.use_vllm:
-        return Sampling(local if sampler is None else sampler, local)
+        return Samplers(local if sampler is None else sampler, local)
     bias = logit_bias(args, placeholders)
-    engine_sampler = vllm_sampler(run, bias, revision, datasets, host_memory, is_in_train)
+    engine_sampler = vllm_sampler(context, prompting, ends, bias, revision, datasets, host_memory, is_in_train)
     engine: Any = engine_sampler.engine
-    return Sampling(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
+    return Samplers(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
 
 
 def vllm_sampler(
-    run: Run,
+    context: Context,
+    prompting: Prompting,
+    ends: Sequence[int],
     bias: dict[int, float],
     revision: str | None,
     datasets: Iterable[Any],
@@ -210,18 +226,18 @@ def vllm_sampler(
     is_in_train: Callable[[], bool],
 ) -> VLLMSampler:
     """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""
-    n_tool_media = run.args.max_tool_media if run.toolbox.tools else 0
+    n_tool_media = context.args.max_tool_media if prompting.toolbox.tools else 0
     limits = {}
     if (
-        not run.toolbox.factories and n_tool_media is not None
+        not prompting.toolbox.factories and n_tool_media is not None
     ):  # environments and unlimited tools add any number of media
-        limits = {modality: n + n_tool_media for modality, n in media_limits(run.args, *datasets).items()}
-    engine = make_engine(run, bias, revision, limits, host_memory)
+        limits = {modality: n + n_tool_media for modality, n in media_limits(context.args, *datasets).items()}
+    engine = make_engine(context, prompting, ends, bias, revision, limits, host_memory)
 
     def explain() -> AbstractContextManager[None]:
-        return naming_checkpoint(run.args.output_dir, run.step) if is_in_train() else nullcontext()
+        return naming_checkpoint(context.args.output_dir, context.step) if is_in_train() else nullcontext()
 
-    return VLLMSampler(engine, run.live.profile, explain)
+    return VLLMSampler(engine, context.live.profile, explain)
 
 
 def requests_in_flight(args: SamplingConfig, engine: MultimodalVLLMGeneration) -> InFlight | None:

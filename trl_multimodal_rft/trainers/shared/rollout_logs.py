@@ -26,10 +26,10 @@ from ...reporting.events import EventPart
 from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
 from ...rollout.estimates import Estimates, out_of_range, reward_metrics
 from ...rollout.ranks import local_rows, sum_over_ranks
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rollout
 from ...views.views import View
 from .rollout_views import view_metrics
-from .run import Run
+from .stages import Stages
 
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ class EvaluationMeans(TrainerCallback):
 class RolloutLog:
     """Logger of rollouts: TRL's metrics and tables, media, and the first example of a run."""
 
-    run: Run
+    stages: Stages
     tables: Mapping[str, Any]  # TRL's table of completions, by column
     evaluation: dict[str, list[float]]  # TRL's metrics of an evaluation, by name
     extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
@@ -80,13 +80,13 @@ class RolloutLog:
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
 
     def __post_init__(self):
-        args = self.run.args
-        self.means = EvaluationMeans(self.evaluation, self.run.accelerator)
+        args = self.stages.context.args
+        self.means = EvaluationMeans(self.evaluation, self.stages.context.accelerator)
         self.media = None
         self.hint = None
         if args.log_completions:
-            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.run.accelerator)
-        if self.run.reward_functions.names:
+            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.stages.context.accelerator)
+        if self.stages.rewarding.functions.names:
             self.hint = SignalHint(args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
@@ -94,86 +94,93 @@ class RolloutLog:
         Yields callbacks for metrics, for hints about the signal, and for logs of media, which TRL's scheduler
         publishes.
         """
-        yield ReadMetrics(self.run.metrics)
+        yield ReadMetrics(self.stages.context.metrics)
         yield self.means
         if self.hint is not None:
             yield self.hint
         if self.media is not None:
-            run = self.run
-            has_tools = bool(run.toolbox.tools)
-            columns = run.notes.columns
-            callback = MediaLogCallback(self.media, run.args, handler, self.tables, columns, has_tools)
+            stages = self.stages
+            has_tools = bool(stages.prompting.toolbox.tools)
+            columns = stages.prompting.notes.columns
+            callback = MediaLogCallback(self.media, stages.context.args, handler, self.tables, columns, has_tools)
             if scheduler is not None:
                 scheduler.folder_path = (callback.folder / TABLES).resolve()
             yield callback
 
-    def add(self, rollout: Rollout, rewards: torch.Tensor, estimates: Estimates) -> None:
+    def add(self, rollout: Rollout, per_func: torch.Tensor, rewards: torch.Tensor, estimates: Estimates) -> None:
         """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
-        run = self.run
-        per_func = require(rollout.rewards.per_func)
-        names = self.run.reward_functions.names
+        stages = self.stages
+        names = self.stages.rewarding.functions.names
         advantages = estimates.advantages
-        run.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
+        stages.context.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
         rewards_by_metric = {
             "reward": rewards,
             **{f"rewards/{name}/mean": per_func[:, i] for i, name in enumerate(names)},
         }
         self.means.counts = {name: (~values.isnan()).sum().item() for name, values in rewards_by_metric.items()}
         if rollout.source.from_view is not None:
-            run.metrics.add(view_metrics(rewards, run.accelerator.gather(rollout.source.from_view), run.group_size))
+            stages.context.metrics.add(
+                view_metrics(
+                    rewards, stages.context.accelerator.gather(rollout.source.from_view), stages.context.group_size
+                )
+            )
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
         self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
         self._add_reward_logs(len(rollout))
-        self.add_completions(rollout)
+        self.add_completions(rollout, per_func)
 
-    def add_completions(self, rollout: Rollout) -> None:
+    def add_completions(self, rollout: Rollout, per_func: torch.Tensor | None = None) -> None:
         """Logs prompts and completions, and shows the first ones of a run on the console."""
         self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
         self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            completions = rollout.source.completions if self.run.toolbox.tools else None
-            self.media.add(rollout.source.messages, self.run.group_size, completions)
+            completions = rollout.source.completions if self.stages.prompting.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.stages.context.group_size, completions)
         console = None
-        if self.main_handler is not None and self.run.is_training:
+        if self.main_handler is not None and self.stages.context.is_training:
             console = console_of(self.main_handler.callbacks)
         if console is not None and console.needs_example:
             ids = rollout.completion_ids[0]
             mask = rollout.completion_mask[0].bool()
-            rewards = [] if rollout.rewards.per_func is None else rollout.rewards.per_func[0].tolist()
+            rewards = [] if per_func is None else per_func[0].tolist()
             console.show_example(
-                self.run.prompts.model,
-                self.run.prompts.processor,
+                self.stages.prompting.encoder.model,
+                self.stages.prompting.encoder.processor,
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.source.messages[0],
                 ids[mask].tolist(),
                 solution=class_names(rollout.source.rows[0].get("solution")),
-                rewards=dict(zip(self.run.reward_functions.names, rewards, strict=True)),
+                rewards=dict(zip(self.stages.rewarding.functions.names, rewards, strict=True)),
             )
 
-    def measure_groups(self, rollout: Rollout, rewards: torch.Tensor, group_ids: torch.Tensor) -> None:
+    def measure_groups(
+        self, rollout: Rollout, per_func: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor
+    ) -> None:
         """
         Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, and pass rates
         of rows (for difficulty sampling).
 
         Shapes: `rewards` and `group_ids` of all ranks' completions, both `(N,)`.
         """
-        run = self.run
-        per_func = require(rollout.rewards.per_func)
-        difficulty_sampler = self.run.stream.sampler
-        name = run.args.dynamic_sampling_reward
-        bounds = run.args.dynamic_sampling_range
+        stages = self.stages
+        difficulty_sampler = self.stages.prompting.stream.sampler
+        name = stages.context.args.dynamic_sampling_reward
+        bounds = stages.context.args.dynamic_sampling_range
         if bounds is not None:
-            bounded_rewards = rewards if name is None else per_func[:, reward_index(name, run.reward_functions.names)]
+            bounded_rewards = (
+                rewards if name is None else per_func[:, reward_index(name, stages.rewarding.functions.names)]
+            )
             outside = out_of_range(bounded_rewards, group_ids, bounds)
-            rollout.rewards.out_of_range = local_rows(run.accelerator, outside, len(rollout))
-        if difficulty_sampler is not None and run.is_training:
-            row_indices = torch.tensor(rollout.source.row_indices, device=run.accelerator.device)
+            rollout.rewards.out_of_range = local_rows(stages.context.accelerator, outside, len(rollout))
+        if difficulty_sampler is not None and stages.context.is_training:
+            row_indices = torch.tensor(rollout.source.row_indices, device=stages.context.accelerator.device)
             difficulty_sampler.update_pass_rates(
-                run.accelerator.gather(row_indices), per_func[:, reward_index(name, run.reward_functions.names)]
+                stages.context.accelerator.gather(row_indices),
+                per_func[:, reward_index(name, stages.rewarding.functions.names)],
             )
             known_frac, mean_pass_rate = difficulty_sampler.coverage()
-            run.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
+            stages.context.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
 
     def _add_reward_logs(self, n: int) -> None:
         """Values are logged in the same order on all ranks."""
@@ -182,8 +189,8 @@ class RolloutLog:
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
             values = self.pending_metrics.get(name, [])
-            total, count = sum_over_ranks(self.run.accelerator, [float(sum(values)), len(values)])
-            self.run.metrics.add({name: total / count})
+            total, count = sum_over_ranks(self.stages.context.accelerator, [float(sum(values)), len(values)])
+            self.stages.context.metrics.add({name: total / count})
         self.pending_metrics.clear()
 
 
@@ -207,19 +214,25 @@ def is_due(interval: int, step: int, n_steps: int) -> bool:
     return (step + n_steps) // interval > step // interval
 
 
-def log_media_contribution(run: Run, rollout: Rollout, steps_per_rollout: int) -> None:
+def log_media_contribution(stages: Stages, rollout: Rollout, steps_per_rollout: int) -> None:
     """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
-    args = run.args
-    interval = run.args.media_contribution_steps
+    args = stages.context.args
+    interval = stages.context.args.media_contribution_steps
     n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
-    if interval and run.is_training and is_due(interval, run.step, n_steps):
+    if interval and stages.context.is_training and is_due(interval, stages.context.step, n_steps):
 
         def encode(i: int, view: View) -> EncodedPrompt:
             source = rollout.source
-            return run.prompts.encode(source.messages[i], source.row_indices[i], view, **source.template_tools(i))
+            return stages.prompting.encoder.encode(
+                source.messages[i], source.row_indices[i], view, **source.template_tools(i)
+            )
 
         batch = rollout.completions, rollout.loss_mask
-        run.metrics.add(run.checks.smoothed(media_contribution(run.policy, run.model, *batch, encode)))
+        stages.context.metrics.add(
+            stages.scoring.checks.smoothed(
+                media_contribution(stages.scoring.policy, stages.context.model, *batch, encode)
+            )
+        )
 
 
 class ReadMetrics(TrainerCallback):

@@ -1,19 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sampling in each rollout: completions are sampled, continued after tool calls, and compared with the policy."""
+"""Stage of a rollout that samples completions, continues them after tool calls, and compares sampler and policy."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ...algorithms.metrics import Latest
 from ...checks.self_check import RunSettings
 from ...data.rows.features import restore_media
-from ...encoding.processors import Processor
+from ...encoding.processors import Processor, ends_with
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.decoding import up_to_first_end
 from ...engines.in_flight import InFlight
@@ -23,232 +25,297 @@ from ...engines.vllm_servers import Servers
 from ...forward.scores import split_lengths
 from ...models.wrapped import computing_dtype
 from ...policy import Fallbacks
-from ...rollout.completions import take_custom_rollout
+from ...rollout.completions import take_custom_rollout, with_completions
 from ...rollout.ranks import any_rank, sum_over_ranks
-from ...rollout.rollout import Rollout
+from ...rollout.reward_functions import RewardFunctions
+from ...rollout.rollout import Drawn, Prompted, Rollout
 from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, completions_without_tools, run_turns
 from .asynchronous import AsynchronousSampling, probe_engine
-from .configs import sampling_changes
-from .rollout_views import sample_with_views
-from .run import Run
+from .configs import SamplingConfig, sampling_changes, stops_of
+from .context import Context
+from .prompting import Prompting
+from .rollout_views import prompts_under_views, without_extra
+from .scoring import Scoring
 
 
 logger = get_logger(__name__)
 
 
-def sample_rollout(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    *,
-    rollout_func: Callable[..., dict[str, Any]] | None,
-    flight: InFlight | None,
-    engine: Servers | None,
-    make_loop: Callable[..., ToolLoop],
-    pad_to_multiple_of: int | None,
-    mask_truncated: bool,
-) -> None:
-    """
-    Samples the completions of a rollout, and adds them to it. All ranks must call this.
+@dataclass(frozen=True)
+class Ends:
+    """Tokens and texts that end a completion."""
 
-    `rollout_func` gets the prompts, `flight` holds the requests for later batches of `engine`, and `make_loop` makes
-    the loop of tool calls.
-    """
-    branches = Branches() if run.toolbox.tools else None
-    mask = None
-    if rollout_func is not None:
-        sampler.load_weights(run.step)
+    ids: Sequence[int]
+    texts: Sequence[str]
+
+    @classmethod
+    def of(cls, args: SamplingConfig, eos_token_ids: Sequence[int]) -> "Ends":
+        """Returns the ends of a config. `eos_token_ids` are the model's ends of text."""
+        stop_ids, stop_texts = stops_of(args)
+        return cls([*dict.fromkeys([*eos_token_ids, *stop_ids])], stop_texts)
+
+    def end(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Returns whether a completion ends with a token or a text that ends completions."""
+        ends_with_token = bool(ids) and ids[-1] in (*self.ids, tokenizer.pad_token_id)
+        return ends_with_token or ends_with(ids, self.texts, tokenizer)
+
+
+@dataclass
+class Sampling:
+    """Stage that samples the completions of prompts. All ranks must call it."""
+
+    context: Context
+    prompting: Prompting
+    scoring: Scoring  # of the policy that is sampled, for its checks and packing
+    reward_functions: RewardFunctions  # those that wait reward completions on arrival
+    ends: Ends
+    sampler: Sampler
+    local: TransformersSampler  # of the self-check, and the sampler itself without another one
+    make_loop: Callable[..., ToolLoop]  # makes the loop of tool calls
+    load_processor: Callable[[], Processor]  # as transformers does
+    engine: Servers | Any = None
+    in_flight: InFlight | None = None  # requests of `engine` for later batches
+    logit_bias: dict[int, float] | None = None  # of the engine, by token id
+    rollout_func: Callable[..., dict[str, Any]] | None = None  # gets the prompts
+    pad_to_multiple_of: int | None = None
+    mask_truncated: bool = False
+    checked_calls: bool = False  # whether the first batch with calls of tools was checked
+    mode_after_tools: str | None = None  # last logged message about generation after tools
+
+    def __call__(self, prompted: Prompted) -> Rollout:
+        """Returns the rollout of prompts."""
+        branches = Branches() if self.prompting.toolbox.tools else None
+        if self.rollout_func is not None:
+            prompted, drawn = self._by_user(prompted)
+        elif self.in_flight is None or prompted.source.batch_index is None:  # evaluation, or extra prompts
+            drawn = self._draw(prompted, branches)
+        else:
+            drawn = self._draw_in_flight(prompted, prompted.source.batch_index)
+        if branches is not None:
+            prompted, drawn = self._after_tools(prompted, drawn, branches)
+            self.prompting.notes.modalities.update(*(prompt.modalities for prompt in prompted.prompts))
+        else:
+            texts = completions_without_tools(prompted, drawn.ids, self.prompting.encoder.processor)
+            prompted = replace(prompted, source=replace(prompted.source, completions=texts))
+            for prompt in prompted.prompts:
+                prompt.decoded = ()  # the sampler has read the decoded media
+        self.prompting.look_for_media(prompted)
+        rollout = self._rollout(prompted, drawn)
+        self.context.metrics.add(self.sampler.metrics())
+        return rollout
+
+    def _by_user(self, prompted: Prompted) -> tuple[Prompted, Drawn]:
+        self.sampler.load_weights(self.context.step)
         # As in TRL, the function gets prompts that hold their media
-        output = rollout_func(restore_media(rollout.source.messages))
-        placeholders = all_placeholder_ids(run.prompts.model, run.prompts.processor)
-        ids, logps, mask = take_custom_rollout(rollout, output, placeholders)
-    elif flight is None or rollout.source.batch_index is None:  # no index: evaluation, or extra prompts
-        sample = sample_with_views if run.samples_views else sample_prompts
-        ids, logps = sample(run, sampler, rollout, branches)
-    else:
-        assert engine is not None  # its servers have the requests in flight
-        ids, logps = AsynchronousSampling(run, flight, engine)(sampler, rollout, rollout.source.batch_index)
-    if branches is not None:
-        outcome = continue_after_tools(run, sampler, rollout, (ids, logps), branches, make_loop)
-        ids, logps, mask = outcome.add_to(rollout)
-        run.notes.modalities.update(*(prompt.modalities for prompt in rollout.prompts))
-    else:
-        rollout.source.completions = completions_without_tools(rollout, ids, run.prompts.processor)
-        for prompt in rollout.prompts:
-            prompt.decoded = ()  # the sampler has read the decoded media
-    run.look_for_media(rollout)
-    run.complete(rollout, ids, logps, mask, pad_to_multiple_of=pad_to_multiple_of, mask_truncated=mask_truncated)
-    run.metrics.add(sampler.metrics())
+        output = self.rollout_func(restore_media(prompted.source.messages))
+        encoder = self.prompting.encoder
+        return take_custom_rollout(prompted, output, all_placeholder_ids(encoder.model, encoder.processor))
 
+    def _draw(self, prompted: Prompted, branches: Branches | None) -> Drawn:
+        context = self.context
+        if context.args.rollout_view is None and context.args.contrast_view is None:
+            return Drawn(*self._sample(prompted.prompts, branches))
+        views = prompts_under_views(context, self.prompting.encoder, prompted, context.step)
+        # One call, as all ranks must call the sampler equally often
+        samples = self._sample(views.prompts(prompted), branches)
+        return without_extra(context, self.prompting.encoder, prompted, views, Drawn(*samples))
 
-def sample_prompts(run: Run, sampler: Sampler, rollout: Rollout, branches: Branches | None) -> Samples:
-    """Samples the completions of a rollout."""
-    return sampler(run.live.model_wrapped, rollout.prompts, step=run.step, branches=branches)
+    def _draw_in_flight(self, prompted: Prompted, batch_index: int) -> Drawn:
+        assert self.in_flight is not None and self.engine is not None  # its servers have the requests in flight
+        parts = self.context, self.prompting, self.scoring.checks, self.reward_functions
+        return AsynchronousSampling(*parts, self.in_flight, self.engine)(self.sampler, prompted, batch_index)
 
+    def _sample(self, prompts: list[EncodedPrompt], branches: Branches | None, **options: Any) -> Samples:
+        context = self.context
+        return self.sampler(context.live.model_wrapped, prompts, step=context.step, branches=branches, **options)
 
-def continue_after_tools(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    samples: Samples,
-    branches: Branches,
-    make_loop: Callable[..., ToolLoop],
-) -> ToolOutcome:
-    """Calls tools and samples further turns, until no completion ends with a call. All ranks must call this."""
+    def _rollout(self, prompted: Prompted, drawn: Drawn) -> Rollout:
+        """Returns the rollout with its tokens. Logs lengths, and decides on packing."""
+        context = self.context
+        source = replace(prompted.source, flight=drawn.flight, from_view=drawn.from_view, contrast=drawn.contrast)
+        rollout, metrics, n_tokens = with_completions(
+            replace(prompted, source=source),
+            drawn,
+            ended=[self.ends.end(ids, self.prompting.tokenizer) for ids in drawn.ids],
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            mask_truncated=self.mask_truncated,
+            accelerator=context.accelerator,
+        )
+        state = context.live.state
+        if context.is_training:
+            state.num_input_tokens_seen += n_tokens
+        context.metrics.add({"num_tokens": Latest(state.num_input_tokens_seen), **metrics})
+        # Packing is decided once, so that old, reference and current log-probabilities are computed alike
+        lengths = rollout.completion_mask.sum(1).tolist()
+        batch_size = context.args.per_device_train_batch_size
+        model = self.prompting.encoder.model
+        packed = self.scoring.policy.worth_packing(rollout.prompts, lengths, batch_size, model)
+        return replace(rollout, packed=packed)
 
-    def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
-        return sampler(run.live.model_wrapped, prompts, step=run.step, room=max_lengths, branches=branches)
+    # Tools
 
-    loop = make_loop(complete=sample, branches=branches)
-    trajectories = run_turns(rollout, *samples, loop)
-    for trajectory in trajectories:
-        for prompt in (trajectory.prompt, *trajectory.closed_contexts):
-            for part in prompt.parts:
-                part.decoded = ()  # no later turn needs decoded media
-    outcome = ToolOutcome.of(loop.encoder.model, trajectories)
-    if sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
-        obstacle = branches.obstacle
-        mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
-        if mode != run.notices.mode_after_tools:
-            logger.info(f"After results of tools, generation {mode}.")
-            run.notices.mode_after_tools = mode
-    if run.is_training:
-        # Each context with the tokens that were sampled after it
-        contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
-        tokens = chain.from_iterable(outcome.ids)
-        run.checks.on_tool_media(run.model, contexts, [[*islice(tokens, n)] for n in lengths], sampler.is_engine)
-    _log_calls(run, trajectories)
-    return outcome
+    def tool_loop(self, **options: Any) -> ToolLoop:
+        """Returns a loop that calls tools and continues completions. `options` replace or add fields of the loop."""
+        args = self.context.args
+        loop_fields: dict[str, Any] = {
+            "encoder": self.prompting.encoder,
+            "max_media": args.max_tool_media,
+            "max_context_media": args.max_context_media,
+            "end_ids": self.ends.ids,
+            "isolate": self.scoring.policy.fallbacks.isolate,
+            "engine_length": self.sampler.max_length,
+            # If all ranks must call the sampler equally often, a loop goes on while any rank has calls
+            "any_rank": functools.partial(any_rank, self.context.accelerator) if self.sampler.is_collective else bool,
+            "loop": self.reward_functions.loop,
+        }
+        return ToolLoop(**{**loop_fields, **options})
 
+    def _after_tools(self, prompted: Prompted, drawn: Drawn, branches: Branches) -> tuple[Prompted, Drawn]:
+        """Calls tools and samples further turns, until no completion ends with a call."""
+        context = self.context
 
-def _log_calls(run: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Raises `RuntimeError` if all calls of the first batch fail on all ranks."""
-    counts = sum((trajectory.counts for trajectory in trajectories), Counter())
-    local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
-    *ends, calls, failures, unparsed, n_completions = sum_over_ranks(run.accelerator, local_counts)
-    if run.is_training and calls and not run.notices.checked_calls:
-        run.notices.checked_calls = True
-        faults = list(chain.from_iterable(trajectory.faults for trajectory in trajectories))
-        [n_faults] = sum_over_ranks(run.accelerator, [len(faults)])
-        if n_faults == calls:
-            first_fault = faults[0] if faults else "it is on another rank"
-            raise RuntimeError(
-                f"All {calls:.0f} calls of tools in the first batch failed. The first failure: {first_fault}; correct "
-                "the tool, or let it raise a `ValueError` if the model's arguments are the cause."
+        def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
+            return self._sample(prompts, branches, room=max_lengths)
+
+        loop = self.make_loop(complete=sample, branches=branches)
+        trajectories = run_turns(prompted, drawn.ids, drawn.logps, loop)
+        for trajectory in trajectories:
+            for prompt in (trajectory.prompt, *trajectory.closed_contexts):
+                for part in prompt.parts:
+                    part.decoded = ()  # no later turn needs decoded media
+        outcome = ToolOutcome.of(loop.encoder.model, trajectories)
+        if self.sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
+            obstacle = branches.obstacle
+            mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
+            if mode != self.mode_after_tools:
+                logger.info(f"After results of tools, generation {mode}.")
+                self.mode_after_tools = mode
+        if context.is_training:
+            # Each context with the tokens that were sampled after it
+            contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
+            tokens = chain.from_iterable(outcome.ids)
+            ids = [[*islice(tokens, n)] for n in lengths]
+            self.scoring.checks.on_tool_media(context.model, contexts, ids, self.sampler.is_engine)
+        self._log_calls(trajectories)
+        return outcome.added_to(prompted, drawn)
+
+    def _log_calls(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises `RuntimeError` if all calls of the first batch fail on all ranks."""
+        accelerator, metrics = self.context.accelerator, self.context.metrics
+        counts = sum((trajectory.counts for trajectory in trajectories), Counter())
+        local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
+        *ends, calls, failures, unparsed, n_completions = sum_over_ranks(accelerator, local_counts)
+        if self.context.is_training and calls and not self.checked_calls:
+            self.checked_calls = True
+            faults = list(chain.from_iterable(trajectory.faults for trajectory in trajectories))
+            [n_faults] = sum_over_ranks(accelerator, [len(faults)])
+            if n_faults == calls:
+                first_fault = faults[0] if faults else "it is on another rank"
+                raise RuntimeError(
+                    f"All {calls:.0f} calls of tools in the first batch failed. The first failure: {first_fault}; "
+                    "correct the tool, or let it raise a `ValueError` if the model's arguments are the cause."
+                )
+        metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
+        failure_rate = failures / calls if calls else 0.0
+        metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
+        metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
+
+    # Checks
+
+    def check_prompts(self, prompted: Prompted) -> None:
+        """Runs the self-check on the first prompts of a run, and on the first prompts with a new modality."""
+        context = self.context
+        messages = prompted.source.messages
+        if not (context.args.self_check and context.is_training and prompted.prompts):
+            return
+        if (
+            context.args.special_tokens_in_text == "strip"
+        ):  # the check encodes the messages, and must get stripped ones
+            rows = zip(messages, prompted.source.row_indices, strict=True)
+            messages = [self.prompting.encoder.checked_prompt(prompt, row) for prompt, row in rows]
+        self.scoring.checks.on_prompts(context.model, messages, prompted.prompts, self.self_check_settings)
+
+    def self_check_settings(self) -> RunSettings:
+        """Returns the run's settings for the self-check."""
+        context, sampler, local = self.context, self.sampler, self.local
+
+        def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
+            options: dict[str, Any] = {"fallbacks": fallbacks, "generating": local.generating}
+            policy = self.scoring.policy
+            return sample_completions(
+                policy, context.live.model_wrapped, prompts, config, local.pad_token_id, **options
             )
-    run.metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
-    failure_rate = failures / calls if calls else 0.0
-    run.metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
-    run.metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
 
-
-def check_prompts(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    local_sampler: TransformersSampler,
-    load_processor: Callable[[], Processor],
-) -> None:
-    """
-    Runs the self-check on the first prompts of a run, and on the first prompts with a new modality. `local_sampler`
-    and `load_processor` are those of [`self_check_settings`].
-    """
-    messages = rollout.source.messages
-    if run.args.special_tokens_in_text == "strip":  # the check encodes the messages, and must get the stripped ones
-        rows = zip(messages, rollout.source.row_indices, strict=True)
-        messages = [run.prompts.checked_prompt(prompt, row) for prompt, row in rows]
-    settings = partial(self_check_settings, run, sampler, local_sampler, load_processor)
-    run.checks.on_prompts(run.model, messages, rollout.prompts, settings)
-
-
-def self_check_settings(
-    run: Run, sampler: Sampler, local_sampler: TransformersSampler, load_processor: Callable[[], Processor]
-) -> RunSettings:
-    """Returns the run's settings for the self-check. `load_processor` loads the processor as transformers does."""
-
-    def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
-        options: dict[str, Any] = {"fallbacks": fallbacks, "generating": local_sampler.generating}
-        return sample_completions(
-            run.policy, run.live.model_wrapped, prompts, config, local_sampler.pad_token_id, **options
+        return RunSettings(
+            load_processor=self.load_processor,
+            template_kwargs=self.prompting.encoder.template_kwargs,
+            generation_config=local.config,
+            eos_token_ids=self.ends.ids,
+            sample=sample if sampler.samples_policy and local.continuous_batching is None else None,
+            samples_rollouts=sampler.samples_policy,
+            generating=local.generating,
+            changes=sampling_changes(context.args),
+            audio_overlong=context.args.audio_overlong,
+            has_engine_positions=sampler.is_engine,
         )
 
-    return RunSettings(
-        load_processor=load_processor,
-        template_kwargs=run.prompts.template_kwargs,
-        generation_config=local_sampler.config,
-        eos_token_ids=run.completions.ends,
-        sample=sample if sampler.samples_policy and local_sampler.continuous_batching is None else None,
-        samples_rollouts=sampler.samples_policy,
-        generating=local_sampler.generating,
-        changes=sampling_changes(run.args),
-        audio_overlong=run.args.audio_overlong,
-        has_engine_positions=sampler.is_engine,
-    )
+    def check_engine(self, rollout: Rollout, corrects_for_engine: bool) -> None:
+        """
+        Compares the log-probabilities of an engine with the policy's, if a check is due.
 
+        Raises `RuntimeError` if completions continue after an end of text. With `corrects_for_engine`, also raises it
+        if completions lack log-probabilities.
+        """
+        context, sampler, flight = self.context, self.sampler, self.in_flight
+        if sampler.samples_policy or not context.is_training:
+            return
+        self._check_logps(rollout, corrects_for_engine)
+        checks = self.scoring.checks
+        check = checks.self_check
+        has_tools = bool(self.prompting.toolbox.tools)
+        if check is not None and self.prompting.encodes_text and not has_tools:
+            after_end = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, self.ends.ids)
+            if any_rank(context.accelerator, bool(after_end.any())):
+                ends = self.prompting.tokenizer.convert_ids_to_tokens([*self.ends.ids])
+                raise RuntimeError(
+                    f"self-check: completions go on after an end of text, {ends}. Let the sampler stop there (with "
+                    "vLLM, remove `ignore_eos` from `generation_kwargs`), or set `self_check=False` to train anyway."
+                )
+        if sampling_changes(context.args):  # the sampler's distribution isn't the policy's
+            return
+        if check is not None and rollout.sampling_per_token_logps is not None:
+            policy_dtype = computing_dtype(context.accelerator, self.scoring.policy.unwrapped(context.model))
+            dtype = sampler.dtype or policy_dtype
+            bias = self.logit_bias or {}
+            is_asynchronous = rollout.source.flight is not None
+            # Older weights sampled the rollout, so newly sampled probes are compared in its place
+            if flight is not None and is_asynchronous and flight.probes:
+                probe = probe_engine(self.prompting, flight, len(rollout))
+                checks.on_engine(context.model, context.step, probe, dtype, bias, False)
+            # Turns after results of tools are always sampled by the newest weights
+            if not is_asynchronous or has_tools:
+                checks.on_engine(context.model, context.step, rollout, dtype, bias, has_tools)
 
-def check_sampler(
-    run: Run,
-    sampler: Sampler,
-    rollout: Rollout,
-    *,
-    corrects_for_engine: bool,
-    logit_bias: dict[int, float],
-    flight: InFlight | None,
-) -> None:
-    """
-    Compares the log-probabilities of an engine with the policy's, if a check is due. `logit_bias` are the engine's
-    biases, and `flight` holds requests for later batches.
-
-    Raises `RuntimeError` if completions continue after an end of text. With `corrects_for_engine`, also raises it if
-    completions lack log-probabilities.
-    """
-    if sampler.samples_policy or not run.is_training:
-        return
-    _check_logps(run, rollout, corrects_for_engine)
-    check = run.checks.self_check
-    has_tools = bool(run.toolbox.tools)
-    if check is not None and run.completions.encodes_text and not has_tools:
-        after_end = rollout.completion_mask.bool() & ~up_to_first_end(rollout.completion_ids, run.completions.ends)
-        if any_rank(run.accelerator, bool(after_end.any())):
-            ends = run.tokenizer.convert_ids_to_tokens([*run.completions.ends])
-            raise RuntimeError(
-                f"self-check: completions go on after an end of text, {ends}. Let the sampler stop there (with vLLM, "
-                "remove `ignore_eos` from `generation_kwargs`), or set `self_check=False` to train anyway."
-            )
-    if sampling_changes(run.args):  # the sampler's distribution isn't the policy's
-        return
-    if check is not None and rollout.sampling_per_token_logps is not None:
-        policy_dtype = computing_dtype(run.accelerator, run.policy.unwrapped(run.model))
-        dtype = sampler.dtype or policy_dtype
-        is_asynchronous = rollout.source.flight is not None
-        # Older weights sampled the rollout, so newly sampled probes are compared in its place
-        if flight is not None and is_asynchronous and flight.probes:
-            probe = probe_engine(run, flight, len(rollout))
-            run.checks.on_engine(run.model, run.step, probe, dtype, logit_bias, False)
-        # Turns after results of tools are always sampled by the newest weights
-        if not is_asynchronous or has_tools:
-            run.checks.on_engine(run.model, run.step, rollout, dtype, logit_bias, has_tools)
-
-
-def _check_logps(run: Run, rollout: Rollout, corrects_for_engine: bool) -> None:
-    """
-    Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
-    raises `RuntimeError` if no token of the first batch has a log-probability.
-    """
-    checks = run.checks
-    sampling_logps = rollout.sampling_per_token_logps
-    mask = rollout.loss_mask.bool()
-    if sampling_logps is None:
-        return
-    if rollout.source.from_view is not None:  # completions sampled from a view have no log-probabilities on purpose
-        mask = mask & ~rollout.source.from_view[:, None]
-    n_missing, n = sum_over_ranks(run.accelerator, [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())])
-    run.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
-    text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
-    is_first = not checks.has_checked_logps
-    checks.has_checked_logps = True
-    if is_first and n_missing == n > 0 and corrects_for_engine:
-        raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
-    if n_missing and not checks.has_warned_of_logps:
-        checks.has_warned_of_logps = True
-        logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
+    def _check_logps(self, rollout: Rollout, corrects_for_engine: bool) -> None:
+        """
+        Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
+        raises `RuntimeError` if no token of the first batch has a log-probability.
+        """
+        checks = self.scoring.checks
+        sampling_logps = rollout.sampling_per_token_logps
+        mask = rollout.loss_mask.bool()
+        if sampling_logps is None:
+            return
+        if rollout.source.from_view is not None:  # completions sampled from a view have none on purpose
+            mask = mask & ~rollout.source.from_view[:, None]
+        counts = [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())]
+        n_missing, n = sum_over_ranks(self.context.accelerator, counts)
+        self.context.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
+        text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
+        is_first = not checks.has_checked_logps
+        checks.has_checked_logps = True
+        if is_first and n_missing == n > 0 and corrects_for_engine:
+            raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
+        if n_missing and not checks.has_warned_of_logps:
+            checks.has_warned_of_logps = True
+            logger.warning(f"{text} nor checked; `sampling/no_logp_frac` logs their share.")
