@@ -700,10 +700,7 @@ class GRPOContestant(Contestant):
         for key, owner, name in (
             ("rollout", trainer, "_generate_and_score_completions"),
             ("rewards", trainer, "_reward" if is_ours else "_calculate_rewards"),
-            (
-                "scoring",
-                *((trainer._scoring, "score") if is_ours else (trainer, "_get_per_token_logps_and_entropies")),
-            ),
+            ("scoring", *scoring),
         ):
             setattr(owner, name, self._timed(key, getattr(owner, name)))
 

@@ -248,7 +248,7 @@ def test_the_average_takes_the_place_of_weights_that_an_engine_has_replaced(tmp_
     norm_layer = trainer.model.get_decoder().norm
     initial = norm_layer.weight.detach().clone()
     norm_layer.weight = torch.nn.Parameter(initial + 1)
-    with trainer._teacher._teacher_model():
+    with trainer._teachers.single.scoring_model():
         assert torch.equal(norm_layer.weight, initial)
     assert torch.equal(norm_layer.weight, initial + 1)
 

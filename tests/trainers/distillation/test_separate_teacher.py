@@ -22,7 +22,7 @@ from trainers.distillation.test_several_teachers import rows_with
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.trainers.distillation import several
+from trl_multimodal_rft.trainers.distillation import teachers
 
 
 _FOLDERS = tempfile.TemporaryDirectory()
@@ -348,7 +348,7 @@ def test_a_rank_without_rows_of_a_teacher_forwards_a_prompt_that_it_reads(tmp_pa
     losses = []
     for has_other_ranks in (False, True):
         if has_other_ranks:
-            monkeypatch.setattr(several, "any_rank", lambda *_: True)
+            monkeypatch.setattr(teachers, "any_rank", lambda *_: True)
         losses.append(one_step(Dataset.from_list([*of_images, *of_text]), objects, **sizes).history[0]["loss"])
     assert losses[0] > 0.01 and losses[1] == losses[0]
 

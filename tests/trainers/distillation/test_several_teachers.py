@@ -16,7 +16,7 @@ from trainers.distillation.test_distillation import KINDS, completions_of, conte
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.trainers.distillation import several
+from trl_multimodal_rft.trainers.distillation import loading
 
 
 DISTANCES = {"near": 0.05, "far": 0.2}  # of two teachers from the student
@@ -244,7 +244,7 @@ IDS = {
 
 @pytest.mark.parametrize("name", IDS)
 def test_ids_are_checked_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(several, "load_teacher", lambda *_: pytest.fail("a teacher is loaded"))
+    monkeypatch.setattr(loading, "_load", lambda *_: pytest.fail("a teacher is loaded"))
     rows, objects, message = IDS[name]
     objects = {key: value("qwen2_5_vl") if callable(value) else value for key, value in objects.items()}
     with pytest.raises(ValueError, match=message):
@@ -330,7 +330,7 @@ class Served:
 
 def test_a_server_among_models(monkeypatch):
     served = Served("served", teacher("qwen2_5_vl", DISTANCES["far"]), load("qwen2_5_vl")[1])
-    monkeypatch.setattr(several, "server_teacher", lambda *_: served)
+    monkeypatch.setattr("trl_multimodal_rft.trainers.distillation.teachers.server_teacher", lambda *_: served)
     objects = {"teacher_models": {"near": teacher("qwen2_5_vl", DISTANCES["near"])}}
     address = {"teacher_models": {"far": "http://localhost:1"}}
     run = one_step("image", MIXED, objects, beta=1.0, loss_top_k=5, **address)

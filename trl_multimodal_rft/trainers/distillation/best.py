@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import gather_object
 
-from ...encoding.processors import checked_texts, tokenizer_of
+from ...encoding.processors import checked_texts
 from ...encoding.prompts import EncodedPrompt
 from ...forward.trees import share_media
 from ...rollout.estimates import rewards_per_func
 from ...rollout.rollout import Rewards, Rollout
-from ..shared.stages import Stages
-from .teacher import prompts_under_view
+from ..shared.context import Context
+from ..shared.prompting import Prompting
+from .teachers import prompts_under_view
 
 
 # What follows the question in the teacher's prompt
@@ -34,7 +35,7 @@ class _Answer(NamedTuple):
     text: str
 
 
-def choose_best(stages: Stages, rollout: Rollout, rewards: Rewards, min_reward: float) -> list[str | None]:
+def choose_best(prompting: Prompting, rollout: Rollout, rewards: Rewards, min_reward: float) -> list[str | None]:
     """
     Returns for each completion the text of the best other completion of its group, or `None` if the reward of none
     reaches `min_reward`. All ranks must call this.
@@ -44,8 +45,8 @@ def choose_best(stages: Stages, rollout: Rollout, rewards: Rewards, min_reward: 
     """
     per_func = rewards_per_func(rewards.by_function)
     totals = torch.where(per_func.isnan().all(1), math.nan, per_func.nansum(1)).tolist()
-    tokenizer = tokenizer_of(stages.prompting.encoder.processor)
-    first = stages.context.accelerator.process_index * len(rollout)
+    tokenizer = prompting.tokenizer
+    first = prompting.context.accelerator.process_index * len(rollout)
     answers = [
         _Answer(group, first + i, totals[i], str(tokenizer.decode(rollout.source.ids[i], skip_special_tokens=True)))
         for i, group in enumerate(rollout.group_ids.tolist())
@@ -58,18 +59,18 @@ def choose_best(stages: Stages, rollout: Rollout, rewards: Rewards, min_reward: 
     for answer in answers:
         others = [other for other in by_group.get(answer.group, []) if other.index != answer.index]
         texts.append(max(others, key=lambda other: (other.reward, -other.index)).text if others else None)
-    _log(stages, totals, texts)
+    _log(prompting.context, totals, texts)
     return texts
 
 
-def _log(stages: Stages, totals: list[float], texts: list[str | None]) -> None:
+def _log(context: Context, totals: list[float], texts: list[str | None]) -> None:
     numbers = torch.tensor([[reward, float(text is not None)] for reward, text in zip(totals, texts, strict=True)])
-    means = stages.context.accelerator.gather(numbers.to(stages.context.accelerator.device)).nanmean(0).tolist()
-    stages.context.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
+    means = context.accelerator.gather(numbers.to(context.accelerator.device)).nanmean(0).tolist()
+    context.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
 
 
 def prompts_with(
-    stages: Stages, rollout: Rollout, texts: list[str | None], prompts: list[EncodedPrompt]
+    prompting: Prompting, rollout: Rollout, texts: list[str | None], prompts: list[EncodedPrompt]
 ) -> list[EncodedPrompt]:
     """
     Returns the teacher's prompts, with a completion behind the question where there is one in `texts`, else those in
@@ -83,15 +84,14 @@ def prompts_with(
             continue
         row = rollout.source.row_indices[i]
         label = f"row {row}, a completion in the teacher's prompt"
-        messages[i] = _with_answer(
-            messages[i], checked_texts(text, stages.prompting.encoder.processor, "strip", label)
-        )
+        messages[i] = _with_answer(messages[i], checked_texts(text, prompting.encoder.processor, "strip", label))
         key = int(rollout.group_ids[i]), text
         if key not in encoded:
-            encoded[key] = stages.prompting.encoder.encode(messages[i], row)
+            encoded[key] = prompting.encoder.encode(messages[i], row)
         told[i] = encoded[key]
     source = replace(rollout.source, messages=messages)
-    told = prompts_under_view(stages, replace(rollout, prompts=told, source=source), stages.context.args.teacher_view)
+    view = prompting.context.args.teacher_view
+    told = prompts_under_view(prompting, replace(rollout, prompts=told, source=source), view)
     share_media(told)
     return told
 

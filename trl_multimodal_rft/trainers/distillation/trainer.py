@@ -2,7 +2,6 @@
 """On-policy distillation with media."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,37 +18,24 @@ from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...engines.samplers import Sampler
 from ...forward.scores import ScoreRequest, Scores
 from ...models.parts import check_base_is_kept
-from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines, in_code
 from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
-from ...rollout.rollout import Rewards, Rollout, TeacherScores, require
+from ...rollout.rollout import Rewards, Rollout, require
 from ...rollout.stream import EncodedRow
 from ..shared.arguments import mapping
 from ..shared.base import MultimodalTrainer
 from ..shared.ema import MovingAverage
-from ..shared.finite import check_frozen_weights
 from ..shared.rollout_logs import log_media_contribution
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .best import choose_best, prompts_with
-from .config import MultimodalDistillationConfig, SelfTeacher
+from .config import MultimodalDistillationConfig
 from .ids import check_teacher_ids
+from .loading import check_sources, load_teachers
 from .method import DISTILLATION
-from .separate import SeparateTeacher, SeparateTeachers, prepared_teacher, separate_teacher, taught_mask
-from .several import Teachers, load_teachers
-from .teacher import (
-    Teacher,
-    check_teacher,
-    divergence_head_rule,
-    keep_teacher_prompts,
-    leave_out,
-    load_teacher,
-    prompts_under_view,
-    score_on_server,
-    server_teacher,
-    teacher_prompts,
-)
+from .spans import taught_mask
+from .teachers import Lesson, Teachers, prompts_under_view
 
 
 class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # pyrefly: ignore[inconsistent-inheritance]
@@ -147,68 +133,32 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         args = resolve_config(MultimodalDistillationConfig, args, model)
         arguments = arguments_of(locals(), "teacher_model", "teacher_models", "reward_funcs")
         functions = _functions_for_best(reward_funcs, tools, args)
-        _check_one_source(teacher_model, teacher_models, args)
+        check_sources(model, teacher_model, teacher_models, tools, args)
         names = [*{**mapping(args.teacher_models), **(teacher_models or {})}]
         check_teacher_ids({"train_dataset": train_dataset, "eval_dataset": eval_dataset}, names)
-        several = load_teachers(teacher_models, args)
-        teacher = None if several else load_teacher(teacher_model, args)
-        if teacher is model:
-            raise ValueError("`teacher_model` is the student itself; leave it out, and set `teacher_view`.")
-        if teacher is not None:
-            check_frozen_weights(teacher, "the teacher")
-        if teacher is not None and args.teacher_model_server_url is not None:
-            raise ValueError("`teacher_model` and `teacher_model_server_url` are two teachers; remove one of them.")
-        if tools and args.keeps_decoded:
-            raise ValueError("A teacher on a server can only score completions of one turn; remove `tools`.")
-        if args.self_teacher_settings != SelfTeacher() and (
-            teacher is not None or args.teacher_model_server_url is not None
-        ):
-            raise ValueError(
-                f"`self_teacher={args.self_teacher!r}` is for a student that is its own teacher, but there is another "
-                "teacher; leave out one of them."
-            )
-        _check_separate(args, teacher is not None or bool(several), tools)
-        teacher_head_rule = None if teacher is None else divergence_head_rule(unwrapped(None, teacher), "teacher")
-        # A teacher with a processor of its own is prepared later, when the student's is known
-        reference = None if teacher is None or args.separates_teachers else teacher.eval()
-        super().__init__(**arguments, reward_funcs=None, ref_model=reference)
-        student = self._unwrapped(self.model)
+        loaded = load_teachers(teacher_model, teacher_models, args)
+        super().__init__(**arguments, reward_funcs=None, ref_model=None)
         rewards = self._reward_functions
         rewards.functions += functions
         rewards.processors += [None] * len(functions)
         rewards.names += distinct_names([get_callable_name(function) for function in functions])
-        separate: SeparateTeacher | None = None
-        if teacher is not None and args.separates_teachers:
-            separate = separate_teacher(self._stages, teacher.eval(), student, "the teacher")
-            self.ref_model = prepared_teacher(self._stages, teacher) if separate is None else separate.model
-        self.teacher_model = self.ref_model  # as `ref_model`, it can be offloaded during sampling
-        url = args.teacher_model_server_url
-        self.teacher_server = None if url is None else server_teacher(url, args, student, self.processing_class)
-        student_head_rule = divergence_head_rule(student, "student")
-        if self.teacher_model is not None and not args.separates_teachers:
-            check_teacher(student, self._unwrapped(self.teacher_model), self.processing_class, args)
-        elif (
-            self.teacher_model is None
-            and self.teacher_server is None
-            and args.self_teacher_settings.weights == "base"
-            and not is_peft_model(self.model)
-        ):
-            raise ValueError(
-                "`self_teacher='base'` makes the student without its adapter the teacher, but the student has no "
-                "adapter; pass `peft_config`, or pass the initial model as `teacher_model`."
-            )
-        if self.teacher_model is None and args.self_teacher_settings.weights == "base":
+        settings = args.self_teacher_settings
+        if settings.weights == "ema":
+            self.ema = MovingAverage.of(self.model, 1 - settings.rate, 'self_teacher="ema"')
+            self.add_callback(self.ema)
+        elif settings.weights == "base":
+            if not is_peft_model(self.model):
+                raise ValueError(
+                    "`self_teacher='base'` makes the student without its adapter the teacher, but the student has no "
+                    "adapter; pass `peft_config`, or pass the initial model as `teacher_model`."
+                )
             remedy = "pass the initial model as `teacher_model`"
             check_base_is_kept(self.model, None, "the teacher of `self_teacher='base'`", remedy)
-        if args.self_teacher_settings.weights == "ema":
-            self.ema = MovingAverage.of(self.model, 1 - args.self_teacher_settings.rate, 'self_teacher="ema"')
-            self.add_callback(self.ema)
-        head_rules = student_head_rule, teacher_head_rule or student_head_rule
-        self._teacher = separate or Teacher(self._stages, self.teacher_model, self.ema, head_rules, self._policy)
-        self._teachers = Teachers.of(self._stages, several, student) if several else None
-        self._separate = None if self._teachers is None else self._teachers.separate()
-        if separate is not None:
-            self._separate = SeparateTeachers(self._stages, {0: separate}, {0: None}, lambda index: nullcontext())
+        student = self._unwrapped(self.model)
+        end_ids = self._sampling.ends.ids
+        self._teachers = Teachers.of(self._prompting, self._scoring, student, loaded, self.ema, end_ids)
+        # As `ref_model`, a single teacher can be offloaded during sampling
+        self.teacher_model = self.ref_model = None if self._teachers.single is None else self._teachers.single.model
 
     # Rollout
 
@@ -216,68 +166,39 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._scoring.check_weights()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
-        rollout: Any = self._prompt(rows)
-        rollout.teacher = choice = TeacherScores()
-        server = self.teacher_server
-        teachers = self._teachers
-        if teachers is not None:
-            teachers.choose(rollout, rows)
-        separate = self._separate
-        if separate is None:
-            prompts = teacher_prompts(self._stages, rollout, rows)
-        else:
-            prompts = separate.prompts(rollout, rows)
-        # Made before sampling, after which prompts lose the decoded media that a server needs
-        requests = None if server is None else server.requests_for(prompts)
-        requests_of_teachers = {} if teachers is None else teachers.requests_for(rollout, prompts)
-        rollout.prompts = prompts_under_view(self._stages, rollout, self.args.student_view)
+        prompted = self._prompt(rows)
+        lesson = self._teachers.prepare(prompted, rows)
+        student_prompts = prompts_under_view(self._prompting, prompted, self.args.student_view)
         with self.offloading():
-            rollout = replace(self._sampling(rollout), teacher=choice)
-        rewards = self._rewarding(rollout) if self.args.self_teacher_settings.shows_best else None
-        best = self._best_completions(rollout, rewards)
-        if best is not None:
-            prompts = prompts_with(self._stages, rollout, best, prompts)
-        if server is not None and requests is not None:
-            score_on_server(self._stages, server, rollout, requests)
-        if teachers is not None:
-            teachers.score_on_servers(rollout, requests_of_teachers)
+            rollout = self._sampling(replace(prompted, prompts=student_prompts))
+        rewards = None
+        if self.args.self_teacher_settings.shows_best:
+            rewards = self._rewarding(rollout)
+            lesson = self._with_best(rollout, rewards, lesson)
         self._sampling.check_engine(rollout, self._corrects_for_engine(rollout))
         rollout = self._rewarding.without_failed(rollout)
-        if teachers is not None:
-            teachers.leave_out_untaught(rollout)
-        if separate is not None:
-            prompts = separate.score(rollout, prompts)
-        keep_teacher_prompts(rollout, prompts, is_scored=server is not None)
-        if best is not None:
-            is_taught = torch.tensor([text is not None for text in best])
-            leave_out(self._stages, rollout, is_taught.to(self.accelerator.device))
+        rollout = self._teachers.score(rollout, lesson)
         self._rollout_log.add_completions(rollout, None if rewards is None else rewards.per_func)
         log_media_contribution(self._stages, rollout, self._steps_per_rollout)
         return rollout
 
-    def _best_completions(self, rollout: Rollout, rewards: Rewards | None) -> list[str | None] | None:
-        """Returns what the teacher sees of each completion's group with `shows_best=True`, else `None`."""
-        settings = self.args.self_teacher_settings
-        if rewards is None:
-            return None
+    def _with_best(self, rollout: Rollout, rewards: Rewards, lesson: Lesson) -> Lesson:
+        """Returns a lesson in which the teacher sees the best other completion of each completion's group."""
         if not self.model.training:
             raise ValueError(
                 "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
                 "prompt; evaluate with `GenerationEvalCallback`."
             )
-        return choose_best(self._stages, rollout, rewards, settings.min_reward)
+        best = choose_best(self._prompting, rollout, rewards, self.args.self_teacher_settings.min_reward)
+        is_taught = torch.tensor([text is not None for text in best])
+        prompts = prompts_with(self._prompting, rollout, best, lesson.prompts)
+        return replace(lesson, prompts=prompts, is_taught=is_taught)
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
-        named_rows = [row.row_index for row in rows if row.stored.get(TEACHER_ID) is not None]
-        if self._teachers is None and named_rows:
-            raise ValueError(
-                f"row {named_rows[0]} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
-                "`teacher_models`, or remove the column."
-            )
-        teaches_itself = self.teacher_model is None and self.teacher_server is None and self._teachers is None
-        sees_best = self.args.self_teacher_settings.shows_best
-        sees_more = self.args.teacher_view or self.args.student_view or sees_best
-        if teaches_itself and not (sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)):
+        args = self.args
+        sees_more = args.teacher_view or args.student_view or args.self_teacher_settings.shows_best
+        sees_more = sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)
+        if self._teachers.is_student and not sees_more:
             raise ValueError(
                 "The student is its own teacher and reads the same prompts as the teacher, so it would learn nothing; "
                 "pass `teacher_model`, set `teacher_view`, `student_view` or "
@@ -291,7 +212,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         """Does nothing, as distillation needs no log-probabilities of the student before its updates."""
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        target = (self._teachers or self._teacher).target(rollout)
+        target = self._teachers.target(rollout)
         request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
         self._scores = self._policy.score(model, request)
         return self._scores
@@ -307,9 +228,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         loss = DISTILLATION.loss(scores.divergences, n_tokens)
         metrics = {"entropy": scored_mean(scores.entropies, mask)}
-        if self._teachers is not None:
-            metrics |= self._teachers.metrics(inputs, scores.divergences.detach())
-        return LossOutput(loss, metrics)
+        return LossOutput(loss, metrics | self._teachers.metrics(inputs, scores.divergences.detach()))
 
     # Checkpoints
 
@@ -323,53 +242,23 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _teacher_in_words(self) -> str:
         args = self.args
-        average = f', with an average of its weights, `self_teacher="ema(rate={args.self_teacher_settings.rate})"`'
-        weights = {"current": "", "base": ", without its adapter", "ema": average}
-        teacher = f"the model itself{weights[args.self_teacher_settings.weights]}"
-        if self._teachers is not None:
-            teacher = f"{', '.join(map(in_code, self._teachers.names))}, by the column `{TEACHER_ID}`"
-        elif self.teacher_server is not None:
-            teacher = f"{in_code(self.teacher_server.name)} on a vLLM server"
-        elif self.teacher_model is not None:
-            teacher = in_code(
-                get_config_model_id(self._unwrapped(self.teacher_model).config) or "a model without a name"
-            )
-        if args.self_teacher_settings.shows_best:
-            teacher += ", which sees the best other completion of the group"
+        settings = args.self_teacher_settings
+        single = self._teachers.single
+        if single is None:
+            teacher = f"{', '.join(map(in_code, map(str, self._teachers.names)))}, by the column `{TEACHER_ID}`"
+        elif single.server is not None:
+            teacher = f"{in_code(single.server.name)} on a vLLM server"
+        elif single.model is not None:
+            teacher = in_code(get_config_model_id(self._unwrapped(single.model).config) or "a model without a name")
+        else:
+            average = f', with an average of its weights, `self_teacher="ema(rate={settings.rate})"`'
+            weights = {"current": "", "base": ", without its adapter", "ema": average}
+            teacher = f"the model itself{weights[settings.weights]}"
+        best = ["which sees the best other completion of the group"] if settings.shows_best else []
         views = {"teacher_view": args.teacher_view, "student_view": args.student_view}
-        views = [f"`{name}={view}`" for name, view in views.items() if view]
-        columns = [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
-        return ", ".join([teacher, *views, *columns])
-
-
-def _check_separate(args: MultimodalDistillationConfig, has_teacher: bool, tools: list[Callable] | None) -> None:
-    """Raises a `ValueError` if teachers with processors of their own can't be used."""
-    if not args.separates_teachers:
-        return
-    if not has_teacher:
-        raise ValueError(
-            "`teacher_processor='separate'` is for other models, but the student is its own teacher; pass "
-            "`teacher_model`, or leave it out."
-        )
-    if tools:
-        raise ValueError(
-            "`teacher_processor='separate'` scores completions of one turn; remove `tools`, or leave it out."
-        )
-
-
-def _check_one_source(
-    teacher_model: str | nn.Module | None, teacher_models: dict[str, Any] | None, args: MultimodalDistillationConfig
-) -> None:
-    if teacher_models is None and args.teacher_models is None:
-        return
-    names = ("teacher_model_name_or_path", "teacher_model_server_url")
-    others = [name for name in names if getattr(args, name) is not None]
-    others += ["teacher_model"] if teacher_model is not None else []
-    others += ["self_teacher"] if args.self_teacher_settings != SelfTeacher() else []
-    if others:
-        raise ValueError(f"`teacher_models` and `{others[0]}` name teachers; leave out one of them.")
-    if not (teacher_models or args.teacher_models):
-        raise ValueError("`teacher_models` is empty; name at least one teacher, or leave it out.")
+        notes = [f"`{name}={view}`" for name, view in views.items() if view]
+        notes += [f"reading the column `{name}`" for name in TEACHER_COLUMNS if name in self.card_notes.columns]
+        return ", ".join([teacher, *best, *notes])
 
 
 def _functions_for_best(functions: Any, tools: list[Callable] | None, args: MultimodalDistillationConfig) -> list[Any]:
