@@ -385,8 +385,8 @@ def test_nothing_is_kept_of_used_rollouts():
     trainer = run(trainer_class("grpo"), FAMILY, image_rows(), **options).trainer
     first, last = trainer.rollouts
     assert all(prompt.on_device for prompt in last.prompts) and not any(prompt.on_device for prompt in first.prompts)
-    assert len(trainer._groups.replay) == 4
-    kept = [prompt for group in trainer._groups.replay._groups for prompt in group.prompts]
+    assert len(trainer._batches.groups.replay) == 4
+    kept = [prompt for group in trainer._batches.groups.replay._groups for prompt in group.prompts]
     copies = {id(each): each for each in last.with_copied_prompts(on_device=False).prompts}.values()
     assert len(copies) > 1 and len({id(each.on_device) for each in copies}) == len(copies)
     assert len({id(each.mask_cache) for each in copies}) == len(copies)

@@ -261,7 +261,7 @@ def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
     (first, *_) = ppo.experience_maker.make_experience_list(list(image_rows(2)), **ppo.generate_kwargs)
     ppo.replay_buffer.append(first)
     rollout = ppo.trainer._rollout_of(list(ppo.replay_buffer))
-    ppo.trainer._on_rollout([rollout])
+    (rollout,) = ppo.trainer._on_rollout([rollout])
     mask, weights = rollout.loss_mask.bool(), rollout.tokens.weights
     kept = torch.where(mask, weights > 0, False).sum(1)
     # As LightRFT counts the tokens of a completion: 1 of 4, and 1 of fewer

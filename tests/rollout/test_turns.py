@@ -327,7 +327,7 @@ def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, lear
     for logs in trainer.state.log_history[:2]:
         assert logs["sampling/kept_frac"] == 1 - logs["frac_reward_zero_std"] == learns == (logs["grad_norm"] > 0)
         assert logs["sampling/rounds"] == 2 - learns and logs["packing/skipped_frac"] == 1 - learns
-    assert len(trainer._groups.replay) == 2 * learns and len(warned) == (not learns)
+    assert len(trainer._batches.groups.replay) == 2 * learns and len(warned) == (not learns)
     assert learns or "No token has had a learning signal for 2 steps" in warned[0]
 
 

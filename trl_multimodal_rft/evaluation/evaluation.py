@@ -357,18 +357,22 @@ class Evaluation:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
         trajectories = [*chain.from_iterable(map(self._sample_completions, parts))]
-        rollout.source.ids = [trajectory.ids for trajectory in trajectories]
-        rollout.source.failures = [trajectory.failure for trajectory in trajectories]
-        final_texts = texts = texts_of(rollout, rollout.source.ids, self.tokenizer)
-        rollout.source.completions = texts
+        ids = [trajectory.ids for trajectory in trajectories]
+        texts = texts_of(rollout, ids, self.tokenizer)
+        final_texts = texts
+        completions: list[Any] = texts
+        turns = []
         if self.policy.tool_loop is not None:
-            rollout.source.completions = [trajectory.messages for trajectory in trajectories]
-            rollout.source.turns = [trajectory.sampled_turns for trajectory in trajectories]
+            completions = [trajectory.messages for trajectory in trajectories]
+            turns = [trajectory.sampled_turns for trajectory in trajectories]
             # Texts of all messages, and of the last message alone, which has the answer
-            texts = [as_text(strip_media(messages)) for messages in rollout.source.completions]
-            final_texts = [str(strip_media(messages[-1])["content"]) for messages in rollout.source.completions]
+            texts = [as_text(strip_media(messages)) for messages in completions]
+            final_texts = [str(strip_media(messages[-1])["content"]) for messages in completions]
         elif is_conversational({"prompt": rollout.source.messages[0]}):
-            rollout.source.completions = [[{"role": "assistant", "content": text}] for text in texts]
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
+        failures = [trajectory.failure for trajectory in trajectories]
+        source = replace(rollout.source, ids=ids, failures=failures, completions=completions, turns=turns)
+        rollout = replace(rollout, source=source)
         rewards, extras = self._reward_completions(rollout)
         first_rewards = next(iter(rewards.values()))
         end_ids = {*self.generation_config.eos_token_id, self.generation_config.pad_token_id}

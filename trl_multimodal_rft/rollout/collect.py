@@ -38,21 +38,30 @@ def collect(
     """
     dataset_rows = [row.row for row in rows]
     row_indices = [row.row_index for row in rows]
-    source = Source(dataset_rows, row_indices, [row.messages for row in rows], failures=[None] * len(rows))
-    source.batch_index = batch_index
-    source.tools = [toolbox.tools_by_name] * len(rows)
-    dataset_messages = source.messages
+    dataset_messages = [row.messages for row in rows]
+    messages = dataset_messages
+    failures: list[Exception | None] = [None] * len(rows)
+    tools = [toolbox.tools_by_name] * len(rows)
+    environments = None
     if toolbox.factories:
-        source.environments, source.messages, source.failures = toolbox.reset_all(
-            source.messages, dataset_rows, row_indices, encoder.checked_observation
+        environments, messages, failures = toolbox.reset_all(
+            dataset_messages, dataset_rows, row_indices, encoder.checked_observation
         )
-        source.tools = [*map(toolbox.tools_in, source.environments)]
-    source.whole_groups = accelerator.num_processes == 1 or len(rows) % group_size == 0
+        tools = [*map(toolbox.tools_in, environments)]
+    source = Source(
+        dataset_rows,
+        row_indices,
+        messages,
+        environments,
+        tools,
+        failures,
+        whole_groups=accelerator.num_processes == 1 or len(rows) % group_size == 0,
+        batch_index=batch_index,
+    )
     # Groups are counted over all ranks, since a group may straddle ranks. For example, with groups of 2 and 3 rows per
     # rank, rank 0 has the ids 0, 0, 1, and rank 1 has 1, 2, 2
     group_ids = (torch.arange(len(rows)) + accelerator.process_index * len(rows)) // group_size
     prompts = []
-    messages = source.messages
     if encodes_text or any(next(iter_refs(prompt), None) is not None for prompt in messages):
         for i, row in enumerate(rows):
             same_group = i > 0 and group_ids[i] == group_ids[i - 1]
@@ -70,7 +79,7 @@ def collect(
                     if messages[i] is dataset_messages[i] or dataset_messages[i] is None:
                         raise
                     # The environment's observation can't be encoded. The trajectory ends, with the row's own prompt
-                    source.failures[i] = error
+                    failures[i] = error
                     messages[i] = dataset_messages[i]
                     prompts.append(encode(messages[i]))
     share_media(prompts)

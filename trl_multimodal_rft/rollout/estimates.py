@@ -16,7 +16,7 @@ from ..algorithms.returns import Step, Steps
 from ..algorithms.signal import causes_by_reward
 from ..rewards.calls import StepwiseReward
 from .ranks import local_rows
-from .rollout import Rollout, Source, Turn
+from .rollout import RewardValues, Rollout, Source, Turn, Values
 
 
 logger = get_logger(__name__)
@@ -94,6 +94,8 @@ class Estimates(NamedTuple):
     advantages: torch.Tensor
     has_signal: torch.Tensor
     is_std_zero: torch.Tensor  # for TRL's metric
+    values: Values | None = None  # of this rank, with a critic
+    scorable: torch.Tensor | None = None  # (N,) of this rank, with a critic: 0 where no reward function applies
 
 
 def weighted_sum(
@@ -203,13 +205,26 @@ def lost_by_reward(
     return causes_by_reward(rewards, signal, has_signal(rewards, compared), has_signal(shaped, compared))
 
 
-def with_estimates(rollout: Rollout, estimates: Estimates, causes: torch.Tensor, accelerator: Accelerator) -> Rollout:
-    """Returns a rollout with the advantages and the signal of this rank's completions, and what took it from them."""
+def with_estimates(
+    rollout: Rollout,
+    estimates: Estimates,
+    causes: torch.Tensor,
+    outside: torch.Tensor | None,
+    accelerator: Accelerator,
+) -> Rollout:
+    """
+    Returns a rollout with the estimates of this rank's completions. `causes` took the signal from completions, and
+    `outside` says whether the mean reward of a group is out of the wanted range. Shapes: both `(N,)` of all ranks.
+    """
     advantages, signal = (local_rows(accelerator, rows, len(rollout)) for rows in estimates[:2])
     advantages = advantages if advantages.dim() == 1 else advantages[:, : rollout.completion_ids.size(1)]
-    causes = local_rows(accelerator, causes, len(rollout))
-    rewards = replace(rollout.rewards, has_signal=signal, causes=causes)
-    return replace(rollout, advantages=advantages, rewards=rewards)
+    rewards = RewardValues(
+        has_signal=signal,
+        causes=local_rows(accelerator, causes, len(rollout)),
+        out_of_range=None if outside is None else local_rows(accelerator, outside, len(rollout)),
+        scorable=estimates.scorable,
+    )
+    return replace(rollout, advantages=advantages, rewards=rewards, values=estimates.values or Values())
 
 
 def signal_of_steps(advantages: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor) -> Estimates:

@@ -2,7 +2,7 @@
 """Dynamic sampling and replay: groups with signal, newly sampled or from a buffer, replace groups without signal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,10 +126,10 @@ class GroupExchange:
         groups = picks + old_groups + without_signal[: n_groups - len(picks) - len(old_groups)]
 
         result = join_rollouts(groups, self.accelerator.device)
-        result.packed = rollout.packed
-        result.step = step
-        result.group_ids = rollout.group_ids
-        result.num_items_in_batch = self.accelerator.gather(result.loss_mask.sum()).sum()
+        n_tokens = self.accelerator.gather(result.loss_mask.sum()).sum()
+        result = replace(
+            result, packed=rollout.packed, step=step, group_ids=rollout.group_ids, num_items_in_batch=n_tokens
+        )
         total_age = sum(step - group.step for group in old_groups)
         unequal_groups = [group for group in drawn_groups if require(group.rewards.has_signal).all()]
         n_equal = len(drawn_groups) - len(unequal_groups)

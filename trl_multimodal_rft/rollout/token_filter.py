@@ -68,4 +68,8 @@ class TokenFilter:
             torch.cat([*entropies]), torch.cat([micro_batch.loss_mask for micro_batch in micro_batches])
         )
         for micro_batch, batch_weights in zip(micro_batches, weights.chunk(len(micro_batches)), strict=True):
-            micro_batch.tokens.weights = batch_weights
+            self.keep(micro_batch, batch_weights)
+
+    def keep(self, micro_batch: Rollout, weights: torch.Tensor) -> None:
+        """Sets the weights of a micro-batch's tokens, `(B, C)`. Nothing else sets them after it was made."""
+        micro_batch.tokens.weights = weights

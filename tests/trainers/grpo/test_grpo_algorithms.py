@@ -309,7 +309,7 @@ class Scoring(Recorded):
     def _compute_loss(self, model, inputs):
         if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
             for batch in self._buffered_inputs:
-                batch.sampled = self._scoring(self.model, batch).entropies
+                batch.sampled = self._scoring.score(self.model, batch).entropies
         return super()._compute_loss(model, inputs)
 
 

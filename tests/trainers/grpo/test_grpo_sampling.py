@@ -342,7 +342,7 @@ def test_media_of_stored_groups_are_used(kind):
         """Changes the media in the buffer after the first step."""
 
         def on_step_end(self, args, state, control, **kwargs):
-            for group in self.trainer._groups.replay.state_dict()["groups"]:
+            for group in self.trainer._batches.groups.replay.state_dict()["groups"]:
                 for value in group.prompts[0].media.values():
                     if value.is_floating_point():
                         value.neg_()

@@ -60,8 +60,11 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
             return self.score(model, request)
 
     class Plain(Counting):
-        _n_on_policy_batches = 0  # all old scores come from a separate pass
         _uses_every_score = True
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._batches.n_on_policy = 0  # all old scores come from a separate pass
 
     return Plain if plain else Counting
 

@@ -332,14 +332,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         statistics = buffer_statistics(items, rollout)
         # `_rollout_of` took the whole buffer for one micro-batch, so the number of actions is divided by the number of
         # micro-batches. All micro-batches share the quotient, so that all actions of the buffer have the same weight.
-        rollout.num_items_in_batch = rollout.num_items_in_batch / (n_samples // size)
+        rollout = replace(rollout, num_items_in_batch=rollout.num_items_in_batch / (n_samples // size))
         for epoch in range(args.num_ppo_epochs):
             self.is_first_epoch = epoch == 0
             order = random_order(n_samples, group_size, args.seed + self.state.global_step)
             for start in range(0, n_samples, size * window):
                 batch = rollout.select(order[start : start + size * window])
-                micro_batches = batch.micro_batches(window)
-                self._on_rollout(micro_batches)  # weighs tokens by entropies, if the token filter is on
+                # Weighs tokens by entropies, if the token filter is on
+                micro_batches = self._on_rollout(batch.micro_batches(window))
                 for micro_batch in micro_batches:
                     self._train_micro_batch(micro_batch)
         self.is_first_epoch = True
@@ -365,12 +365,14 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         if self._update_models != models:
             self._check_last_update_complete(f"An update of {' and '.join(sorted(self._update_models))}")
         self._pop_mean_metrics()
-        self.state.global_step = rollout.step = global_steps
+        self.state.global_step = global_steps
+        rollout = replace(rollout, step=global_steps)
         self._trainable_parts = self._update_models = models
         if entropy_mask is not None:
-            rollout.tokens.weights = rollout.tokens.entropies  # the mask, now without padding
+            # The mask, now without padding
+            rollout = replace(rollout, tokens=replace(rollout.tokens, weights=rollout.tokens.entropies))
         else:
-            self._on_rollout([rollout])
+            (rollout,) = self._on_rollout([rollout])
         try:
             self._train_micro_batch(rollout)
         finally:

@@ -11,7 +11,7 @@ from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view
 from ..shared.arguments import Needs, help_from_docstring, mapping
-from ..shared.batches import batch_options, batch_size, check_batches
+from ..shared.batch_sizes import batch_options, batch_size, check_batches
 from ..shared.multimodal_config import SamplingArguments
 from .method import DISTILLATION
 

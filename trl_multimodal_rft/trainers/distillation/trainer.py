@@ -175,11 +175,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if self.args.self_teacher_settings.shows_best:
             rewards = self._rewarding(rollout)
             lesson = self._with_best(rollout, rewards, lesson)
-        self._sampling.check_engine(rollout, self._corrects_for_engine(rollout))
+        self._sampling.check_engine(rollout)
         rollout = self._rewarding.without_failed(rollout)
         rollout = self._teachers.score(rollout, lesson)
         self._rollout_log.add_completions(rollout, None if rewards is None else rewards.per_func)
-        log_media_contribution(self._stages, rollout, self._steps_per_rollout)
+        log_media_contribution(self._prompting, self._scoring, rollout, self._batches.n_calls)
         return rollout
 
     def _with_best(self, rollout: Rollout, rewards: Rewards, lesson: Lesson) -> Lesson:
@@ -208,8 +208,9 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Update
 
-    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """Does nothing, as distillation needs no log-probabilities of the student before its updates."""
+    def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
+        """Returns them as they are, as distillation needs no log-probabilities of the student before its updates."""
+        return micro_batches
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         target = self._teachers.target(rollout)

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The option `loss_view`: prompts under the view, the dependency of completions on media, and terms of the loss."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,12 @@ from ...algorithms.metrics import scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
 from ...rollout.ranks import local_rows
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rollout, ViewScores, require
 from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
-from ..shared.stages import Stages
+from ..shared.context import Context
+from ..shared.prompting import Prompting
+from ..shared.scoring import Scoring
 from .method import GRPO
 
 
@@ -41,83 +42,78 @@ def dependency_head_rule(model: PreTrainedModel) -> HeadRule:
     return rule
 
 
-def add_view(stages: Stages, rollout: Rollout) -> None:
-    """Sets a rollout's prompts under `loss_view`, and marks the completions whose prompts the view changes."""
-    view = stages.context.args.loss_view_settings.view.seeded(stages.context.args.seed, rollout.step)
-    rollout.view.prompts = view_prompts(rollout, view, stages.prompting.encoder)
-    pairs = [*zip(rollout.prompts, rollout.view.prompts, strict=True)]
+def with_view(prompting: Prompting, rollout: Rollout) -> Rollout:
+    """Returns a rollout with its prompts under `loss_view`, and marks of the completions whose prompts it changes."""
+    args = prompting.context.args
+    view = args.loss_view_settings.view.seeded(args.seed, rollout.step)
+    prompts = view_prompts(rollout, view, prompting.encoder)
     # `view_prompts` keeps the same object for a prompt that the view doesn't change
-    rollout.view.replaces = torch.tensor(
-        [clean is not viewed for clean, viewed in pairs], device=stages.context.accelerator.device
-    )
-    for prompt in rollout.view.prompts:
+    replaces = [clean is not viewed for clean, viewed in zip(rollout.prompts, prompts, strict=True)]
+    for prompt in prompts:
         prompt.decoded = ()  # no sampler reads prompts under this view
+    device = prompting.context.accelerator.device
+    return replace(rollout, view=ViewScores(prompts, torch.tensor(replaces, device=device)))
 
 
-def measure_dependency(
-    stages: Stages,
-    rollout: Rollout,
-    rule: HeadRule | None,
-    score: Callable[[Rollout], Scores],
-    score_reference: Callable[[Rollout], Scores],
-) -> Scores:
+def measure_dependency(scoring: Scoring, rollout: Rollout, rule: HeadRule | None) -> tuple[Scores, Rollout]:
     """
-    Returns the scores of a rollout under the policy that sampled it, and sets the dependency of its tokens on media,
-    `(B, C)`. `score` and `score_reference` score a rollout under the policy and under the reference.
+    Returns the scores of a rollout under the policy that sampled it, and the rollout with the dependency of its tokens
+    on media, `(B, C)`.
 
     With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
     and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy with
     the media. It is 0 where the view replaces no media.
     """
-    args = stages.context.args
+    context = scoring.context
+    args = context.args
+    model: Any = context.model
     has_replacement = require(rollout.view.replaces)[:, None]
     if rule is None:
-        old_scores = score(rollout)
-        view_scores = score_reference(replace(rollout, prompts=rollout.view.prompts))
-        rollout.view.dependency = torch.where(has_replacement, view_scores.entropies - old_scores.entropies, 0)
+        old_scores = scoring.score(model, rollout)
+        view_scores = scoring.by_reference(replace(rollout, prompts=rollout.view.prompts))
+        dependency = torch.where(has_replacement, view_scores.entropies - old_scores.entropies, 0)
     else:
-        batch_size: int = args.per_device_train_batch_size
-        model: Any = stages.context.model
         with torch.no_grad(), disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs):
-            old_scores, rollout.view.dependency = score_dependency(
-                stages.scoring.policy, model, rule, rollout, batch_size
-            )
-    if not args.loss_view_settings.has_gradient:  # updates don't forward the view
-        rollout.view.prompts = []
-    dependency = scored_mean(rollout.view.dependency.abs(), rollout.loss_mask * has_replacement)
-    stages.context.metrics.add({"view/dependency": dependency})
-    return old_scores
+            size = args.per_device_train_batch_size
+            old_scores, dependency = score_dependency(scoring.policy, model, rule, rollout, size)
+    # Without a gradient, updates don't forward the view
+    prompts = rollout.view.prompts if args.loss_view_settings.has_gradient else []
+    rollout = replace(rollout, view=replace(rollout.view, prompts=prompts, dependency=dependency))
+    context.metrics.add({"view/dependency": scored_mean(dependency.abs(), rollout.loss_mask * has_replacement)})
+    return old_scores, rollout
 
 
-def weigh_by_dependency(stages: Stages, rollout: Rollout) -> None:
+def weighed_by_dependency(context: Context, rollout: Rollout) -> Rollout:
     """
-    Weighs completions and tokens by their dependency on media.
+    Returns a rollout whose completions and tokens are weighed by their dependency on media.
 
     With `advantage_min`, weighs advantages by the mean dependency of a completion's tokens. With `temperature` or
     `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
     """
-    settings = stages.context.args.loss_view_settings
+    settings = context.args.loss_view_settings
     dependency = require(rollout.view.dependency)
     mask = rollout.loss_mask
     replaces = require(rollout.view.replaces)
-    advantages = require(rollout.advantages)
     if settings.advantage_min is not None:
+        advantages = require(rollout.advantages)
         mean_dependencies = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         # (N, 2) of all ranks: the mean dependency, and 1 if the completion is to be weighed
-        statistics = stages.context.accelerator.gather(
+        statistics = context.accelerator.gather(
             torch.stack([mean_dependencies, (replaces & mask.any(1)).to(mean_dependencies.dtype)], dim=1)
         )
         completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
-        stages.context.metrics.add({"view/weight_max": completion_weights.max().item()})
-        local_weights = local_rows(stages.context.accelerator, completion_weights, len(rollout))
-        rollout.advantages = advantages * (local_weights if advantages.dim() == 1 else local_weights[:, None])
-    token_weights = None
+        context.metrics.add({"view/weight_max": completion_weights.max().item()})
+        local_weights = local_rows(context.accelerator, completion_weights, len(rollout))
+        local_weights = local_weights if advantages.dim() == 1 else local_weights[:, None]
+        rollout = replace(rollout, advantages=advantages * local_weights)
     if settings.temperature is not None:
         token_weights = relevance_weights(dependency, mask, settings.temperature)
     elif settings.token_quantile < 1:
         token_weights = high_entropy_mask(dependency, mask, settings.token_quantile, scope="sequence")
-    if token_weights is not None:
-        rollout.tokens.weights = torch.where(replaces[:, None], token_weights, 1.0)
+    else:
+        return rollout
+    weights = torch.where(replaces[:, None], token_weights, 1.0)
+    return replace(rollout, tokens=replace(rollout.tokens, weights=weights))
 
 
 def with_view_term(

@@ -35,7 +35,7 @@ from ..shared.rollout_logs import reward_index
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalGRPOConfig
-from .loss_views import add_view, dependency_head_rule, measure_dependency, weigh_by_dependency, with_view_term
+from .loss_views import dependency_head_rule, measure_dependency, weighed_by_dependency, with_view, with_view_term
 from .method import GRPO
 from .steps import gather_steps
 
@@ -177,45 +177,39 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
         rollout = super()._roll_out(inputs)
         # The dependency of a token on media is how much its distribution changes under the view
-        if rollout.view.dependency is not None:
-            weigh_by_dependency(self._stages, rollout)
-        return rollout
+        return rollout if rollout.view.dependency is None else weighed_by_dependency(self._context, rollout)
 
     def _score_rollout(self, rollout: Rollout) -> Rollout:
         args = self.args
-        scores_early = self._groups is not None or self._measures_dependency
+        scores_early = self._batches.groups is not None or self._measures_dependency
         if args.loss_view is not None and self.model.training:
-            add_view(self._stages, rollout)
+            rollout = with_view(self._prompting, rollout)
         # Advantages, exchanged groups and the dependency on media need scores before the update
         if (scores_early and self.model.training) or args.advantages_read_logps:
-            self._score_with_entropies([rollout])
+            rollout = self._with_old_scores(rollout)
         if args.beta != 0:
             rollout = replace(rollout, ref_per_token_logps=self._scoring.by_reference(rollout).logps)
         return rollout
 
-    def _score_with_entropies(self, parts: Sequence[Rollout]) -> None:
+    def _with_old_scores(self, rollout: Rollout) -> Rollout:
         """
-        Scores parts of a rollout under the sampling policy. Also measures the dependency on media, and keeps the
-        entropies that choose tokens, if the config asks for them.
+        Returns a rollout, or a part of it, with its scores under the sampling policy: also the dependency on media,
+        and the entropies that choose tokens, if the config asks for them.
         """
         # TRL scores a rollout, too, if updates are off-policy or corrected for an engine. Otherwise, these scores take
         # extra time
-        trl_scores_too = self.args.gradient_accumulation_steps % self._steps_per_rollout != 0 or any(
-            map(self._corrects_for_engine, parts)
-        )
-        score = functools.partial(self._scoring.score, self.model)
-        for part in parts:
-            lacks_dependency = self._measures_dependency and part.view.prompts and part.view.dependency is None
-            with nullcontext() if trl_scores_too else self._timing_extra_scoring():
-                if lacks_dependency:
-                    old_scores = measure_dependency(
-                        self._stages, part, self._head_rule, score, self._scoring.by_reference
-                    )
-                else:
-                    old_scores = score(part)
-            part.old_per_token_logps = old_scores.logps
-            if self._filters_by_rollout_entropy and self.model.training:
-                part.tokens.entropies = old_scores.entropies
+        is_off_policy = self.args.gradient_accumulation_steps % self._batches.n_calls != 0
+        is_extra = not (is_off_policy or self._sampling.corrects_for_engine(rollout))
+        lacks_dependency = self._measures_dependency and rollout.view.prompts and rollout.view.dependency is None
+        with self._timing_extra_scoring() if is_extra else nullcontext():
+            if lacks_dependency:
+                scores, rollout = measure_dependency(self._scoring, rollout, self._head_rule)
+            else:
+                scores = self._scoring.score(self.model, rollout)
+        tokens = rollout.tokens
+        if self._filters_by_rollout_entropy and self.model.training:
+            tokens = replace(tokens, entropies=scores.entropies)
+        return replace(rollout, old_per_token_logps=scores.logps, tokens=tokens)
 
     @property
     def _filters_by_rollout_entropy(self) -> bool:
@@ -317,41 +311,42 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     # High-entropy tokens
 
-    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
+    def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
         """
-        Sets token weights if entropies under the sampling policy choose tokens, and scores off-policy micro-batches.
+        Returns the micro-batches of a new rollout, with weights of tokens if entropies under the sampling policy
+        choose them. Those after the first update are scored now.
 
         Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
         with each other, and so do tokens of the micro-batches 2 and 3.
         """
-        if self._filters_by_rollout_entropy:
-            window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
-            # If tokens of several micro-batches compete, all micro-batches must be scored now. Otherwise, on-policy
-            # micro-batches get their entropies from the forward of their update
-            first_to_score = 0 if window > 1 else self._n_on_policy_batches
-            self._score_with_entropies(
-                [part for part in micro_batches[first_to_score:] if part.tokens.entropies is None]
-            )
-            for start in range(0, len(micro_batches), window):
-                parts = micro_batches[start : start + window]
-                if start >= first_to_score or parts[0].tokens.entropies is not None:
-                    self._token_filter.set_weights(parts, [part.tokens.entropies for part in parts])
-        super()._on_rollout(micro_batches)
+        if not self._filters_by_rollout_entropy:
+            return super()._on_rollout(micro_batches)
+        window = self._token_filter.window or 1  # `None` if tokens compete within their sequence
+        # If tokens of several micro-batches compete, all micro-batches must be scored now. Otherwise, on-policy
+        # micro-batches get their entropies from the forward of their update
+        first_to_score = 0 if window > 1 else self._batches.n_on_policy
+        scored = micro_batches[:first_to_score]
+        for part in micro_batches[first_to_score:]:
+            scored.append(self._with_old_scores(part) if part.tokens.entropies is None else part)
+        for start in range(0, len(scored), window):
+            parts = scored[start : start + window]
+            if start >= first_to_score or parts[0].tokens.entropies is not None:
+                self._token_filter.set_weights(parts, [part.tokens.entropies for part in parts])
+        return super()._on_rollout(scored)
 
-    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
+    def _on_micro_batch(self) -> None:
         """
         Before an optimizer step, sets the weights of its tokens if the current policy's entropies choose among all
         tokens of the step.
         """
-        if self.args.top_entropy_quantile == 1:
+        settings = self.args.entropy_settings
+        if not self._token_filter.is_on or (settings.policy, settings.scope) != ("current", "batch"):
             return
-        args = self.args
         window = self._token_filter.window
-        settings = args.entropy_settings
-        needs_window_entropies = (settings.policy, settings.scope) == ("current", "batch")
-        if needs_window_entropies and self._step % window == 0:  # the first micro-batch of the step
-            start = self._step % args.steps_per_generation
-            parts = micro_batches[start : start + window]
+        batches = self._batches
+        if batches.n_trained % window == 0:  # the first micro-batch of the step
+            start = batches.n_trained % self.args.steps_per_generation
+            parts = (batches.parts or [])[start : start + window]
             with self._timing_extra_scoring():
                 entropies = [self._scoring.score(self.model, part).entropies for part in parts]
             self._token_filter.set_weights(parts, entropies)
@@ -364,7 +359,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             return self.get_high_entropy_mask(entropies, rollout.loss_mask, 1 - self.args.top_entropy_quantile)
         weights = self._token_filter.weights(entropies, rollout.loss_mask)
         if self._filters_by_rollout_entropy:
-            rollout.tokens.weights = weights  # further iterations use the same weights
+            self._token_filter.keep(rollout, weights)  # for further iterations
         return weights
 
     # Loss
@@ -472,7 +467,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _counts_for_kl(self) -> bool:
         """KL divergences are measured in the first iteration on a rollout."""
-        return self._step % self._steps_per_rollout < self.args.steps_per_generation
+        return self._batches.is_first_iteration
 
     # Checkpoints
 

@@ -45,8 +45,9 @@ from ...models.parts import freeze_as_built, freeze_backbone
 from ...models.wrapped import is_unsharded
 from ...reporting.events import EventPart
 from ...reporting.model_card import in_code
+from ...rollout.estimates import Estimates, has_signal, is_std_zero
 from ...rollout.ranks import gather_rows, local_rows
-from ...rollout.rollout import Rewards, Rollout, require
+from ...rollout.rollout import Rewards, Rollout, Values, require
 from ...rollout.score import score_values
 from ..checkpoints.files import whole_state_dict
 from ..grpo.trainer import MultimodalGRPOTrainer
@@ -267,25 +268,35 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     # Rollout
 
-    def _estimate_advantages(
-        self, rollout: Rollout, rewards: Rewards, shaped: torch.Tensor, group_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns `(N, C)`, or without a critic as in GRPO. Also sets the rollout's values and GAE's returns."""
+    def _compare_rewards(
+        self,
+        rollout: Rollout,
+        rewards: Rewards,
+        totals: torch.Tensor,
+        shaped: torch.Tensor,
+        group_ids: torch.Tensor,
+    ) -> Estimates:
+        """Returns GAE's estimates, with the critic's values and returns, or without a critic those of GRPO."""
         if self.critic is None:
-            return super()._estimate_advantages(rollout, rewards, shaped, group_ids)
+            return super()._compare_rewards(rollout, rewards, totals, shaped, group_ids)
         values, bootstrap = self._score_values(rollout)
         local_rewards = local_rows(self.accelerator, shaped, len(rollout))
         rewards_per_token = self._token_rewards(rollout, local_rewards)
         advantages, returns = PPO.advantages(
             rewards_per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
         )
-        rollout.values.old = values
-        rollout.values.returns = returns
-        rollout.rewards.scorable = (~local_rewards.isnan()).long()
-        local_tensors = values, returns, advantages, rollout.loss_mask * rollout.rewards.scorable[:, None]
-        values, returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
-        self._metric_log.add(critic_metrics(values, returns, advantages, mask))
-        return whiten(advantages, mask)
+        scorable = (~local_rewards.isnan()).long()
+        local_tensors = values, returns, advantages, rollout.loss_mask * scorable[:, None]
+        all_values, all_returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
+        self._metric_log.add(critic_metrics(all_values, all_returns, advantages, mask))
+        size = self._context.group_size
+        return Estimates(
+            whiten(advantages, mask),
+            has_signal(shaped, group_ids),
+            is_std_zero(totals, size, self.args.scale_rewards),
+            Values(values, returns),
+            scorable,
+        )
 
     def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
         """Returns `(B, C)` with the KL penalty, from `(B,)`."""
@@ -309,14 +320,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
     # Update
 
     _ptx_batch: ScoreRequest | None = None  # supervised rows of the micro-batch
-
-    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        if index > 0 and index % self.args.steps_per_generation == 0:
-            # A later epoch trains on the micro-batches in another order, which is the same on all ranks
-            generator = torch.Generator().manual_seed(self.args.seed + self._step)
-            order = torch.randperm(len(micro_batches), generator=generator).tolist()
-            micro_batches[:] = [micro_batches[i] for i in order]
-        super()._on_micro_batch(micro_batches, index)
+    _reorders_iterations = True
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         policy_output = super()._loss(scores, inputs)

@@ -1,11 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Trainer for REINFORCE Leave-One-Out (RLOO) with media."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 from transformers import BitsAndBytesConfig, TrainerCallback
 from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
@@ -104,7 +103,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     # Rollout
 
     def _score_rollout(self, rollout: Rollout) -> Rollout:
-        exchanges_groups = self._groups is not None and self.model.training
+        exchanges_groups = self._batches.groups is not None and self.model.training
         # Scores before the update enter the KL penalty in the reward, and the ratios of groups that are replayed later
         if self.beta != 0 or exchanges_groups:
             rollout = replace(rollout, old_per_token_logps=self._scoring.score(self.model, rollout).logps)
@@ -137,32 +136,27 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     # Update
 
-    def _score(self, model: nn.Module, rollout: Rollout, **options: Sequence[int] | None) -> Scores:
-        had_ratios = rollout.importance_sampling_ratio is not None  # as in a later iteration on the same rollout
-        scores = super()._score(model, rollout, **options)
-        if self._corrects_for_engine(rollout) and not had_ratios:
-            # The loss is proportional to the advantages, so weights of advantages are weights of the loss
-            ratios = require(rollout.importance_sampling_ratio)[:, 0]
-            rollout.advantages = require(rollout.advantages) * ratios
-            causes = rollout.rewards.causes
-            if causes is not None:  # a rollout of an older checkpoint has none
-                is_masked = (ratios == 0) & (causes < 0)
-                rollout.rewards.causes = torch.where(is_masked, CAUSES.index("engine_ratios"), causes)
-        return scores
-
     @property
     def _uses_every_score(self) -> bool:
         return self.aux_loss_enabled  # the router's auxiliary loss also counts completions with advantages of 0
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
+        advantages = require(inputs.advantages)
+        causes = inputs.rewards.causes
+        if inputs.importance_sampling_ratio is not None:
+            # The loss is proportional to the advantages, so weights of advantages are weights of the loss
+            ratios = inputs.importance_sampling_ratio[:, 0]
+            advantages = advantages * ratios
+            if causes is not None:  # a rollout of an older checkpoint has none
+                causes = torch.where((ratios == 0) & (causes < 0), CAUSES.index("engine_ratios"), causes)
         loss, metrics = RLOO.loss(
             LossInputs(
                 scores.logps,
                 require(inputs.old_logps),
-                require(inputs.advantages),
+                advantages,
                 mask,
-                causes=inputs.rewards.causes,
+                causes=causes,
                 n_sampled=inputs.n_sampled,
             ),
             LossOptions(self.epsilon_low, self.epsilon_high),

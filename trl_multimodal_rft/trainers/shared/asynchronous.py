@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle, islice
 from typing import Any
@@ -89,10 +89,11 @@ class AsynchronousSampling:
             versions += [[answer.first_version, answer.last_version]] * len(answer.completions)
         ids, logps = ([*column] for column in zip(*completions, strict=True))
         # Completions after the first `n` are sampled under `contrast_view`, and aren't trained on
-        answered = Flight(torch.tensor(versions[:n], device=accelerator.device))
+        early_rewards = None
         if pending.rewards:
             rewards = on_all_ranks(accelerator, lambda: [future.result() for future in pending.rewards.values()])
-            answered.early_rewards = EarlyRewards.join(rewards)
+            early_rewards = EarlyRewards.join(rewards)
+        answered = Flight(torch.tensor(versions[:n], device=accelerator.device), early_rewards)
         flight.probes = pending.probes
         ages = batch_index - accelerator.gather(answered.versions[:, 0]).float()
         # (ranks, 2): the trainer's wait for answers, and the answers' wait for the trainer
@@ -120,7 +121,8 @@ class AsynchronousSampling:
         batch, step = self.prompting.stream.batch(batch_index)
         rows = list(batch)
         rollout = self.prompting.collect(rows)
-        rollout.group_ids = rollout.group_ids.cpu()  # so that threads that reward completions can read the ids
+        # On the CPU, threads that reward completions can read the ids
+        rollout = replace(rollout, group_ids=rollout.group_ids.cpu())
         for row, prompt in zip(rows, rollout.prompts, strict=True):
             row.prompt = prompt  # so that the prompt isn't encoded again when the batch is due
         views = prompts_under_views(context, self.prompting.encoder, rollout, step)
@@ -176,10 +178,14 @@ class AsynchronousSampling:
             flight.processor = copy.deepcopy(self.prompting.encoder.processor)
 
         def reward(part: Prompted, samples: list[ServerSample]) -> EarlyRewards:
-            source = part.source
-            source.ids = [ids for ids, _ in samples]
-            source.whole_groups = len(part) == context.group_sizes[0]
-            source.completions = completions_without_tools(part, source.ids, flight.processor)
+            all_ids = [ids for ids, _ in samples]
+            source = replace(
+                part.source,
+                ids=all_ids,
+                whole_groups=len(part) == context.group_sizes[0],
+                completions=completions_without_tools(part, all_ids, flight.processor),
+            )
+            part = replace(part, source=source)
             return reward_functions.call_early(part, context.live.state, context.args.rules, flight.calls)
 
         return {key: partial(reward, part) for key, part in rollouts.items()}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,15 +28,15 @@ from ...models.modes import has_dropout
 from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
-from ...rollout.engine_ratios import engine_metrics, rollout_ratios
 from ...rollout.environments import Environments, template_for_tools
-from ...rollout.estimates import Estimates, lost_by_reward, weighted_sum, with_estimates
-from ...rollout.groups import GroupExchange, group_exchange
+from ...rollout.estimates import Estimates, lost_by_reward, out_of_range, weighted_sum, with_estimates
+from ...rollout.groups import group_exchange
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
-from ...rollout.skipped_forwards import n_on_policy, without_gradient
+from ...rollout.skipped_forwards import without_gradient
 from ...rollout.turns import ToolLoop
+from .batches import Batches
 from .context import Context, attribute_of
 from .dataset_checks import unchecked_datasets
 from .engine import GenerationParts, make_samplers
@@ -53,11 +54,10 @@ from .optimizer import freeze_and_check
 from .prompting import Prompting
 from .prompts import make_prompts, prompt_loader
 from .rewarding import Rewarding
-from .rollout_logs import RolloutLog, log_media_contribution
+from .rollout_logs import RolloutLog, log_media_contribution, reward_index
 from .sampling import Ends, Sampling
 from .scoring import Scoring, compile_models, disable_dropout, enable_packing, make_forward, prepare_reference
 from .signatures import Model, Processor
-from .stages import Stages
 from .trainer import BaseTrainer
 
 
@@ -67,21 +67,33 @@ logger = get_logger(__name__)
 _LOG_METHODS = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
 
 
+def _kept_by_batches(name: str) -> Any:
+    """
+    Returns a property for a field of `_batches`. TRL's constructor, before there are `_batches`, sets its first value.
+    """
+
+    def set_value(trainer: Any, value: Any) -> None:
+        if "_batches" in vars(trainer):
+            setattr(trainer._batches, name, value)
+
+    return property(attrgetter(f"_batches.{name}"), set_value)
+
+
 class MultimodalTrainer(BaseTrainer):
     """
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.
 
     `_draw` runs the stages of a rollout: rows are collected, completions are sampled, scored and rewarded, and
-    advantages are estimated. Each stage fills fields of a [`~rollout.rollout.Rollout`]. `_prepare_inputs` splits the
-    rollout into micro-batches, and `compute_loss` gets one of them at a time.
+    advantages are estimated. Each stage returns a value, the last one a [`~rollout.rollout.Rollout`], which the stage
+    `_batches` splits into micro-batches. `compute_loss` gets one of them at a time.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
     _scores: Scores | None = None  # scores of `_micro_batch`
     _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
-    _groups: GroupExchange | None = None  # set with dynamic sampling or replay
     _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
+    _reorders_iterations = False  # whether later iterations over a rollout have another order
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
     _reward_functions = functools.cached_property(lambda self: RewardFunctions())
@@ -98,13 +110,15 @@ class MultimodalTrainer(BaseTrainer):
     sampler = attribute_of("_sampling", "sampler")
     in_flight = attribute_of("_sampling", "in_flight")
     vllm_generation = attribute_of("_sampling", "engine")
+    # TRL's names of what `_batches` keeps
+    _step = _kept_by_batches("n_trained")
+    _buffered_inputs = _kept_by_batches("parts")
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1
     aux_loss_enabled = mask_truncated_completions = False
     _knows_rows = True  # whether the datasets hold all prompts of the run
     lr_scheduler: Any
-    _buffered_inputs: Any
 
     def __init__(
         self, model: Model, reward_funcs: Any, args: Any, processing_class: Processor | None = None, **kwargs: Any
@@ -130,9 +144,7 @@ class MultimodalTrainer(BaseTrainer):
         self._set_tools(rewards.environment_funcs)
         self._set_prompts(inputs)
         wrap_reward_models(self._reward_functions, rewards, self.accelerator, self.args, self.chat_template_kwargs)
-        if args.needs_rewards:
-            self._groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
-        self._stages = self._make_stages(inputs, models)
+        self._make_stages(inputs, models)
         # After the samplers, which read the models: packing and compilation, which change them
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
         compile_models(self.accelerator, args, self.model, self.ref_model)
@@ -160,7 +172,6 @@ class MultimodalTrainer(BaseTrainer):
     def _set_prompts(self, inputs: Inputs) -> None:
         self.rollout_func = inputs.rollout_func
         self.card_notes = CardNotes()
-        self._shuffles_completions = inputs.rollout_func is not None or self.args.packing_settings.shuffle
         prompts = make_prompts(
             inputs,
             self.toolbox,
@@ -206,8 +217,11 @@ class MultimodalTrainer(BaseTrainer):
         self._reward_functions.add(name, reward_func)
         self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
-    def _make_stages(self, inputs: Inputs, models: Models) -> Stages:
+    def _make_stages(self, inputs: Inputs, models: Models) -> None:
         args = self.args
+        groups = None
+        if args.needs_rewards:
+            groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
         functions = self._reward_functions
         functions.loop = getattr(self, "async_loop", None)
         functions.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
@@ -251,13 +265,22 @@ class MultimodalTrainer(BaseTrainer):
             mask_truncated=self.mask_truncated_completions,
         )
         self._rewarding = Rewarding(self._context, self._prompting, functions)
-        return Stages(self._context, self._prompting, self._sampling, self._scoring, self._rewarding)
+        self._batches = Batches(
+            self._sampling,
+            draw=self._draw_for_update,
+            prepare=self._on_rollout,
+            groups=groups,
+            loss_reads_reference=self._loss_needs_reference,
+            n_iterations=self.num_iterations,
+            shuffles=inputs.rollout_func is not None or args.packing_settings.shuffle,
+            reorders=self._reorders_iterations,
+        )
 
     def _add_log_callbacks(self) -> None:
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler = self.callback_handler
         main_handler = handler if self.is_world_process_zero() else None
-        log = RolloutLog(self._stages, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
+        log = RolloutLog(self._rewarding, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
         for callback in log.callbacks(handler, getattr(self, "commit_scheduler", None)):
             self.add_callback(callback)
         self._rollout_log = log
@@ -277,10 +300,8 @@ class MultimodalTrainer(BaseTrainer):
         return self._prompting.read_row(row)
 
     def _train_loader(self) -> DataLoader:
-        steps = self._steps_per_rollout
-        return prompt_loader(
-            self._stream, self.train_dataset, self.args, self.accelerator, self.shuffle_dataset, steps
-        )
+        parts = self.accelerator, self.shuffle_dataset, self._batches.n_calls
+        return prompt_loader(self._stream, self.train_dataset, self.args, *parts)
 
     def check_eval_dataset(self, dataset: Rows, reward_funcs: Sequence[Any]) -> None:
         """Checks a dataset that wasn't passed to the constructor, as the constructor checks its `eval_dataset`."""
@@ -292,24 +313,13 @@ class MultimodalTrainer(BaseTrainer):
             self.check_eval_dataset(dataset, self.reward_funcs)
         return self._stream.eval_loader(dataset, self.num_generations_eval, self._get_eval_sampler, shuffle=True)
 
-    @property
-    def _steps_per_rollout(self) -> int:
-        return self.args.steps_per_generation * self.num_iterations
-
     # Rollout
 
     def _generate_and_score_completions(self, inputs: Sequence[Any]) -> Any:
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        rollout = self._draw(inputs)
-        if self._groups is not None and self.model.training:
-            rollout, has_old_groups, metrics = self._groups.exchange(rollout, self._roll_out_extra)
-            self._metric_log.add(metrics)
-            if has_old_groups and self._loss_needs_reference and rollout.ref_per_token_logps is not None:
-                # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
-                rollout.ref_per_token_logps = self._scoring.by_reference(rollout).logps
-        return rollout
+        return self._batches.exchanged(self._draw(inputs), self._roll_out_extra)
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
         """Runs the stages of a rollout. Each returns a value, and no stage changes what an earlier one returned."""
@@ -318,11 +328,11 @@ class MultimodalTrainer(BaseTrainer):
         with self.offloading():
             rollout = self._sampling(prompted)
         rollout = self._score_rollout(rollout)
-        self._sampling.check_engine(rollout, self._corrects_for_engine(rollout))
+        self._sampling.check_engine(rollout)
         rewards = self._reward(rollout)
         rollout = self._rewarding.without_failed(rollout)
         rollout = self._estimate(rollout, rewards)
-        log_media_contribution(self._stages, rollout, self._steps_per_rollout)
+        log_media_contribution(self._prompting, self._scoring, rollout, self._batches.n_calls)
         return rollout
 
     def _roll_out_extra(self, n: int) -> Rollout:
@@ -350,10 +360,18 @@ class MultimodalTrainer(BaseTrainer):
         shaped = self._shape_rewards(totals)
         estimates = self._compare_rewards(rollout, rewards, totals, shaped, group_ids)
         causes = lost_by_reward(estimates, totals, shaped, group_ids, self.args.compares_groups)
-        rollout = with_estimates(rollout, estimates, causes, self.accelerator)
-        self._rollout_log.measure_groups(rollout, rewards.per_func, totals, group_ids)
+        outside = None
+        if self.args.dynamic_sampling_range is not None:
+            outside = out_of_range(self._bounded_rewards(rewards, totals), group_ids, self.args.dynamic_sampling_range)
+        rollout = with_estimates(rollout, estimates, causes, outside, self.accelerator)
+        self._rollout_log.measure_difficulty(rollout, rewards.per_func)
         self._rollout_log.add(rollout, rewards.per_func, totals, estimates)
         return rollout
+
+    def _bounded_rewards(self, rewards: Rewards, totals: torch.Tensor) -> torch.Tensor:
+        """Returns the rewards of all ranks' completions that `dynamic_sampling_range` bounds, `(N,)`."""
+        name = self.args.dynamic_sampling_reward
+        return totals if name is None else rewards.per_func[:, reward_index(name, self.reward_func_names)]
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Scales and clips the rewards of all ranks' completions, `(N,)`."""
@@ -388,10 +406,8 @@ class MultimodalTrainer(BaseTrainer):
         return {
             **super()._rollout_state(),
             "batches": self._batch_settings(),
-            "step": self._step,
-            "buffered_inputs": self._buffered_inputs if self._step % self._steps_per_rollout else None,
+            **self._batches.state_dict(),
             "in_flight": self.in_flight and self.in_flight.state_dict(),
-            "groups": self._groups and self._groups.state_dict(),
         }
 
     def _batch_settings(self) -> dict[str, Any]:
@@ -408,11 +424,7 @@ class MultimodalTrainer(BaseTrainer):
                 "with new completions."
             )
             return
-        self._step = state["step"]
-        if state["buffered_inputs"] is not None:
-            self._buffered_inputs = self._stages.restored(state["buffered_inputs"])
-        if self._groups is not None and state["groups"] is not None:
-            self._groups.load_state_dict(state["groups"])
+        self._batches.load_state_dict(state)
         if self.in_flight is not None and state["in_flight"] and not self.args.ignore_data_skip:
             self._stream.restore_batches(state["in_flight"]["rows"])
             self.in_flight.load_state_dict(state["in_flight"])
@@ -420,50 +432,32 @@ class MultimodalTrainer(BaseTrainer):
     # Update
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """
-        Returns the next micro-batch, from a new rollout if the last one is used up. In evaluation, returns a rollout.
-
-        With `steps_per_generation=4` and `num_iterations=2`, eight calls return the micro-batches 0, 1, 2, 3, 0, 1, 2
-        and 3 of one rollout, and the ninth call makes a new rollout.
-        """
+        """Returns the next micro-batch, see [`Batches.next`], or in evaluation the rollout of the rows `inputs`."""
         if not self.model.training:
             return self._generate_and_score_completions(inputs)
-        steps = self.args.steps_per_generation
-        index = self._step % (steps * self.num_iterations)
-        if index == 0 or self._buffered_inputs is None:
-            for part in self._buffered_inputs or ():
-                part.release_media()
-            rollout: Any = self._generate_and_score_completions(inputs)
-            # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
-            # forward would draw other random numbers
-            if not (self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model)):
-                rollout.tokens.without_gradient = without_gradient(rollout)
-            self._buffered_inputs = self._stages.micro_batches(rollout, self._shuffles_completions)
-            self._on_rollout(self._buffered_inputs)
-        self._on_micro_batch(self._buffered_inputs, index)
-        return self._buffered_inputs[self._step % steps]
+        micro_batch = self._batches.next(inputs)
+        self._on_micro_batch()
+        return micro_batch
+
+    def _draw_for_update(self, inputs: Any) -> Rollout:
+        rollout: Any = self._generate_and_score_completions(inputs)
+        # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
+        # forward would draw other random numbers
+        if self._uses_every_score or _overrides_loss(type(self)) or has_dropout(self.model):
+            return rollout
+        return replace(rollout, tokens=replace(rollout.tokens, without_gradient=without_gradient(rollout)))
 
     @property
     def _uses_every_score(self) -> bool:
         """`True` if completions with advantages of 0 affect the loss, or the choice of the tokens in the loss."""
         return True
 
-    def _on_rollout(self, micro_batches: list[Rollout]) -> None:
-        """Scores the micro-batches of a new rollout that come after its first update, and so are off-policy."""
-        for part in micro_batches[self._n_on_policy_batches :]:
-            if part.old_per_token_logps is None:
-                part.old_per_token_logps = self._scoring.score(self.model, part).logps
-        if self._corrects_for_engine(micro_batches[0]) and self._n_on_policy_batches == 0:
-            self._metric_log.add(engine_metrics(micro_batches, self.args))
+    def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
+        """Returns the micro-batches of a new rollout, with the scores that must come before its first update."""
+        return self._batches.off_policy(micro_batches)
 
-    @property
-    def _n_on_policy_batches(self) -> int:
-        return n_on_policy(self.args, self._steps_per_rollout)
-
-    def _on_micro_batch(self, micro_batches: list[Rollout], index: int) -> None:
-        """
-        Prepares a micro-batch. By default, does nothing. `index` counts the calls for a rollout, over all iterations.
-        """
+    def _on_micro_batch(self) -> None:
+        """Is called before each micro-batch in training. By default, does nothing."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
@@ -501,22 +495,8 @@ class MultimodalTrainer(BaseTrainer):
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """Computes a micro-batch's scores with gradients. On-policy, they are also the old log-probabilities."""
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
-        if rollout.old_per_token_logps is None:
-            rollout.old_per_token_logps = self._scores.logps.detach()
-        if self._corrects_for_engine(rollout) and rollout.importance_sampling_ratio is None:
-            rollout.importance_sampling_ratio = rollout_ratios(rollout, self.args)
-            if not self.model.training:
-                self._metric_log.add(engine_metrics([rollout], self.args))
-            # The last on-policy micro-batch
-            elif self._step % self._steps_per_rollout == self._n_on_policy_batches - 1:
-                self._metric_log.add(engine_metrics(self._buffered_inputs or (), self.args))
+        self._batches.settle(rollout, self._scores.logps)
         return self._scores
-
-    def _corrects_for_engine(self, rollout: Rollout) -> bool:
-        # As in TRL, log-probabilities of a `rollout_func` count only if the policy isn't the sampler
-        uses_logps = self.rollout_func is None or not self.sampler.samples_policy
-        has_logps = rollout.sampling_per_token_logps is not None
-        return uses_logps and has_logps and self.args.vllm_importance_sampling_correction
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         """Returns scores of the micro-batch with its media, for a user's `_compute_loss` that calls TRL's hook."""

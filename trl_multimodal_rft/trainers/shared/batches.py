@@ -1,87 +1,159 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sizes of generation batches. This module has no heavy imports, so commands can check sizes early."""
+"""Last stage of a rollout: owns its micro-batches until the last update on them."""
 
-import math
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...models.wrapped import is_unsharded
+from ...rollout.engine_ratios import engine_metrics, rollout_ratios
+from ...rollout.groups import GroupExchange
+from ...rollout.ranks import arrange_rollout, rank_metrics
+from ...rollout.rollout import Rollout
+from ...rollout.skipped_forwards import n_on_policy, packing_metrics
+from .context import Context
+from .sampling import Sampling
 
 
-class BatchConfig(Protocol):
-    """Options of a config or a command line that decide the size of a generation batch."""
+@dataclass
+class Batches:
+    """
+    Stage that exchanges groups of a rollout, splits it into micro-batches, and keeps these until the last update.
 
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    generation_batch_size: int | None
-    steps_per_generation: int | None
+    It alone sets fields of a micro-batch after it was made: the old log-probabilities and the ratios of the policy to
+    the engine, which the first forward of an update computes, see [`~Batches.settle`].
+    """
+
+    sampling: Sampling
+    draw: Callable[[Any], Rollout]  # returns the rollout of rows
+    prepare: Callable[[list[Rollout]], list[Rollout]]  # scores the micro-batches of a new rollout
+    groups: GroupExchange | None  # set with dynamic sampling or replay
+    loss_reads_reference: bool
+    n_iterations: int  # over the micro-batches of a rollout
+    shuffles: bool  # completions, as in TRL; otherwise micro-batches have whole groups
+    reorders: bool  # whether later iterations have another order
+    n_trained: int = 0  # micro-batches of the run that were trained on
+    parts: list[Rollout] | None = None  # the micro-batches of the last rollout
+
+    def __post_init__(self):
+        # The number of micro-batches of a rollout before the first update on it
+        self.n_on_policy = n_on_policy(self.context.args, self.n_calls)
 
     @property
-    def world_size(self) -> int: ...
+    def context(self) -> Context:
+        return self.sampling.context
 
+    @property
+    def n_calls(self) -> int:
+        """Number of micro-batches of a rollout, over all iterations."""
+        return self.context.args.steps_per_generation * self.n_iterations
 
-def batch_options(config: BatchConfig) -> list[str]:
-    """Returns the names of the options whose product over all processes is the size of a generation batch."""
-    if config.generation_batch_size is not None:
-        return ["generation_batch_size"]
-    steps = "gradient_accumulation_steps" if config.steps_per_generation is None else "steps_per_generation"
-    return ["per_device_train_batch_size", steps]
+    @property
+    def index(self) -> int:
+        """Index of the current micro-batch of the rollout, over all iterations."""
+        return self.n_trained % self.n_calls
 
+    @property
+    def is_first_iteration(self) -> bool:
+        return self.index < self.context.args.steps_per_generation
 
-def batch_size(config: BatchConfig) -> int:
-    """Returns the number of completions of a generation batch over all processes."""
-    names = batch_options(config)
-    # A single option is `generation_batch_size`, which counts all processes already
-    return math.prod(getattr(config, name) for name in names) * (config.world_size if len(names) > 1 else 1)
+    def next(self, inputs: Any) -> Rollout:
+        """
+        Returns the next micro-batch, from a new rollout of the rows `inputs` if the last one is used up. All ranks
+        must call this.
 
+        With `steps_per_generation=4` and `num_iterations=2`, eight calls return the micro-batches 0, 1, 2, 3, 0, 1, 2
+        and 3 of one rollout, and the ninth call makes a new rollout.
+        """
+        args = self.context.args
+        index = self.index
+        parts = self.parts
+        if index == 0 or parts is None:
+            for part in parts or ():
+                part.release_media()
+            parts = self.prepare(self._split(self.draw(inputs)))
+        if self.reorders and index > 0 and index % args.steps_per_generation == 0:
+            generator = torch.Generator().manual_seed(args.seed + self.n_trained)  # the same order on all ranks
+            parts = [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]
+        self.parts = parts
+        return parts[index % args.steps_per_generation]
 
-def check_batches(config, names: list[str]) -> None:
-    """
-    Raises a `ValueError` if the size of a batch isn't a multiple of `num_generations`. The error names the arguments
-    whose product is the size, while TRL's error names only the size. `names` is the result of [`batch_options`].
-    """
-    size = config.generation_batch_size
-    group_size = config.num_generations
-    n_processes = config.world_size
-    if config.do_eval and config.eval_strategy != "no":
-        name = "per_device_eval_batch_size"
-        eval_group_size = config.num_generations_eval or group_size
-        n_rows = getattr(config, name) * n_processes
-        if n_rows % eval_group_size != 0:
-            raise ValueError(
-                f"{_product(config, [name], n_processes)} must be a multiple of `num_generations"
-                f"{'_eval' if config.num_generations_eval else ''}={eval_group_size}`, so that prompts keep all their "
-                f"completions. Set `{name}={_multiple(getattr(config, name), eval_group_size, n_processes)}`."
-            ) from None
-    if size is None or size % group_size == 0:
-        return
-    if len(names) == 1:
-        # A valid size is a multiple of the group size, and of a micro-batch over all processes
-        unit = math.lcm(group_size, config.per_device_train_batch_size * n_processes)
-        raise ValueError(
-            f"`generation_batch_size={size}` must be a multiple of `num_generations={group_size}`, so that prompts "
-            f"keep all their completions. Set `generation_batch_size={_multiple(size, unit, 1)}`."
-        ) from None
-    # Raise one of the factors, or lower the group size to a divisor of the batch
-    remedies = [
-        f"`{name}={_multiple(getattr(config, name), group_size, size // getattr(config, name))}`" for name in names
-    ]
-    smaller_group_size = max(divisor for divisor in range(1, min(size, group_size) + 1) if size % divisor == 0)
-    remedies += [f"`num_generations={smaller_group_size}`"] if smaller_group_size > 1 else []
-    raise ValueError(
-        f"{_product(config, names, n_processes)} must be a multiple of "
-        f"`num_generations={group_size}`, so that prompts keep all their completions. Set {' or '.join(remedies)}."
-    ) from None
+    def exchanged(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> Rollout:
+        """
+        Returns a rollout with signal in more groups, in training with dynamic sampling or replay. `draw(n)` samples
+        completions of `n` further prompts.
+        """
+        if self.groups is None or not self.context.is_training:
+            return rollout
+        rollout, has_old_groups, metrics = self.groups.exchange(rollout, draw)
+        self.context.metrics.add(metrics)
+        if has_old_groups and self.loss_reads_reference and rollout.ref_per_token_logps is not None:
+            # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
+            return replace(rollout, ref_per_token_logps=self.sampling.scoring.by_reference(rollout).logps)
+        return rollout
 
+    def _split(self, rollout: Rollout) -> list[Rollout]:
+        context = self.context
+        policy = self.sampling.scoring.policy
+        if self.shuffles:
+            rollout = rollout.select(torch.randperm(len(rollout)).tolist())
+        else:  # about equal packed lengths
+            # With separate forwards of prompts (`isolate`), ranks with sharded weights need micro-batches of the same
+            # modalities, so each rank keeps its groups
+            may_move_groups = policy.fallbacks.isolate is None or is_unsharded(context.accelerator)
+            rollout, metrics = arrange_rollout(rollout, context.args, context.accelerator, may_move_groups)
+            context.metrics.add(metrics)
+        parts = rollout.micro_batches(context.args.steps_per_generation)
+        context.metrics.add(rank_metrics(parts, context.accelerator))
+        context.metrics.add(packing_metrics(policy, self.sampling.prompting.encoder.model, parts))
+        return parts
 
-def _product(config: BatchConfig, names: list[str], n_processes: int) -> str:
-    factors = [f"`{name}={getattr(config, name)}`" for name in names] + [f"{n_processes} processes"] * (
-        n_processes > 1
-    )
-    return " x ".join(factors)
+    # Log-probabilities of the sampling policy
 
+    def off_policy(self, parts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns the micro-batches of a new rollout, of which those after its first update are scored now."""
+        scored = [*parts[: self.n_on_policy]]
+        for part in parts[self.n_on_policy :]:
+            if part.old_per_token_logps is None:
+                scores = self.sampling.scoring.score(self.context.model, part)
+                part = replace(part, old_per_token_logps=scores.logps)
+            scored.append(part)
+        if self.n_on_policy == 0 and self.sampling.corrects_for_engine(parts[0]):
+            self.context.metrics.add(engine_metrics(scored, self.context.args))
+        return scored
 
-def _multiple(value: int, divisor: int, factor: int) -> int:
-    """
-    Returns the smallest number, at least `value`, that makes a multiple of `divisor` when multiplied by `factor`. For
-    example, `_multiple(3, 8, 2)` is 4, because 3 * 2 isn't a multiple of 8, and 4 * 2 is.
-    """
-    step = divisor // math.gcd(divisor, factor)
-    return -(-value // step) * step
+    def settle(self, part: Rollout, logps: torch.Tensor) -> None:
+        """
+        Sets what the first forward of a micro-batch computes, by its log-probabilities, `(N, C)`: on-policy, they are
+        the old ones, of which the ratios of the policy to the engine follow.
+        """
+        if part.old_per_token_logps is None:
+            part.old_per_token_logps = logps.detach()
+        if not self.sampling.corrects_for_engine(part) or part.importance_sampling_ratio is not None:
+            return
+        part.importance_sampling_ratio = rollout_ratios(part, self.context.args)
+        if not self.context.is_training:
+            self.context.metrics.add(engine_metrics([part], self.context.args))
+        elif self.index == self.n_on_policy - 1:  # the last on-policy micro-batch
+            self.context.metrics.add(engine_metrics(self.parts or (), self.context.args))
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.n_trained,
+            "buffered_inputs": self.parts if self.index else None,
+            "groups": self.groups and self.groups.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_trained = state["step"]
+        if state["buffered_inputs"] is not None:
+            device = self.context.accelerator.device
+            packs = self.sampling.scoring.policy.fallbacks.packing  # this run may have fallen back to padded rows
+            parts = [part.to(device) for part in state["buffered_inputs"]]
+            self.parts = [replace(part, packed=part.packed and packs) for part in parts]
+        if self.groups is not None and state["groups"] is not None:
+            self.groups.load_state_dict(state["groups"])

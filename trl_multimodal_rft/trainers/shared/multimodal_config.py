@@ -33,7 +33,7 @@ from .arguments import (
     warn_of_rates,
     warn_of_speed_options,
 )
-from .batches import batch_options, check_batches
+from .batch_sizes import batch_options, check_batches
 
 
 logger = logging.getLogger(__name__)

@@ -102,7 +102,8 @@ class Rewarding:
             # The reward function may wait for all ranks. So a rank without extra completions rewards its first
             # completion. Its list of indices is empty, which drops the reward
             extra_rollout, indices = rollout.source.contrast or (rollout.select([0]), [])
-            extra_rollout.source.whole_groups = False
+            source = replace(extra_rollout.source, whole_groups=False)
+            extra_rollout = replace(extra_rollout, source=source)
             rewards = rewards_per_func(self._call(extra_rollout, only_first=True))[: len(indices), 0]
             contrast_rewards[indices] = rewards.to(accelerator.device)
         contrast_rewards = accelerator.gather(contrast_rewards)

@@ -24,12 +24,14 @@ from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
 from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
-from ...rollout.estimates import Estimates, out_of_range, reward_metrics
-from ...rollout.ranks import local_rows, sum_over_ranks
+from ...rollout.estimates import Estimates, reward_metrics
+from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...views.views import View
+from .prompting import Prompting
+from .rewarding import Rewarding
 from .rollout_views import view_metrics
-from .stages import Stages
+from .scoring import Scoring
 
 
 logger = get_logger(__name__)
@@ -72,7 +74,7 @@ class EvaluationMeans(TrainerCallback):
 class RolloutLog:
     """Logger of rollouts: TRL's metrics and tables, media, and the first example of a run."""
 
-    stages: Stages
+    rewarding: Rewarding
     tables: Mapping[str, Any]  # TRL's table of completions, by column
     evaluation: dict[str, list[float]]  # TRL's metrics of an evaluation, by name
     extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
@@ -80,13 +82,13 @@ class RolloutLog:
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
 
     def __post_init__(self):
-        args = self.stages.context.args
-        self.means = EvaluationMeans(self.evaluation, self.stages.context.accelerator)
+        args = self.rewarding.context.args
+        self.means = EvaluationMeans(self.evaluation, self.rewarding.context.accelerator)
         self.media = None
         self.hint = None
         if args.log_completions:
-            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.stages.context.accelerator)
-        if self.stages.rewarding.functions.names:
+            self.media = MediaLog(args.generation_batch_size, args.log_multimodal, self.rewarding.context.accelerator)
+        if self.rewarding.functions.names:
             self.hint = SignalHint(args.reads_steps)
 
     def callbacks(self, handler: CallbackHandler, scheduler: CommitScheduler | None) -> Iterator[TrainerCallback]:
@@ -94,35 +96,34 @@ class RolloutLog:
         Yields callbacks for metrics, for hints about the signal, and for logs of media, which TRL's scheduler
         publishes.
         """
-        yield ReadMetrics(self.stages.context.metrics)
+        yield ReadMetrics(self.rewarding.context.metrics)
         yield self.means
         if self.hint is not None:
             yield self.hint
         if self.media is not None:
-            stages = self.stages
-            has_tools = bool(stages.prompting.toolbox.tools)
-            columns = stages.prompting.notes.columns
-            callback = MediaLogCallback(self.media, stages.context.args, handler, self.tables, columns, has_tools)
+            has_tools = bool(self.rewarding.prompting.toolbox.tools)
+            columns = self.rewarding.prompting.notes.columns
+            callback = MediaLogCallback(
+                self.media, self.rewarding.context.args, handler, self.tables, columns, has_tools
+            )
             if scheduler is not None:
                 scheduler.folder_path = (callback.folder / TABLES).resolve()
             yield callback
 
     def add(self, rollout: Rollout, per_func: torch.Tensor, rewards: torch.Tensor, estimates: Estimates) -> None:
         """Logs prompts, completions, advantages (means over tokens), and `rewards`, `(N,)`, of all ranks."""
-        stages = self.stages
-        names = self.stages.rewarding.functions.names
+        context = self.rewarding.context
+        names = self.rewarding.functions.names
         advantages = estimates.advantages
-        stages.context.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
+        context.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
         rewards_by_metric = {
             "reward": rewards,
             **{f"rewards/{name}/mean": per_func[:, i] for i, name in enumerate(names)},
         }
         self.means.counts = {name: (~values.isnan()).sum().item() for name, values in rewards_by_metric.items()}
         if rollout.source.from_view is not None:
-            stages.context.metrics.add(
-                view_metrics(
-                    rewards, stages.context.accelerator.gather(rollout.source.from_view), stages.context.group_size
-                )
+            context.metrics.add(
+                view_metrics(rewards, context.accelerator.gather(rollout.source.from_view), context.group_size)
             )
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
@@ -135,52 +136,38 @@ class RolloutLog:
         self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
         self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            completions = rollout.source.completions if self.stages.prompting.toolbox.tools else None
-            self.media.add(rollout.source.messages, self.stages.context.group_size, completions)
+            completions = rollout.source.completions if self.rewarding.prompting.toolbox.tools else None
+            self.media.add(rollout.source.messages, self.rewarding.context.group_size, completions)
         console = None
-        if self.main_handler is not None and self.stages.context.is_training:
+        if self.main_handler is not None and self.rewarding.context.is_training:
             console = console_of(self.main_handler.callbacks)
         if console is not None and console.needs_example:
             ids = rollout.completion_ids[0]
             mask = rollout.completion_mask[0].bool()
             rewards = [] if per_func is None else per_func[0].tolist()
             console.show_example(
-                self.stages.prompting.encoder.model,
-                self.stages.prompting.encoder.processor,
+                self.rewarding.prompting.encoder.model,
+                self.rewarding.prompting.encoder.processor,
                 rollout.prompts[0].input_ids.tolist(),
                 rollout.source.messages[0],
                 ids[mask].tolist(),
                 solution=class_names(rollout.source.rows[0].get("solution")),
-                rewards=dict(zip(self.stages.rewarding.functions.names, rewards, strict=True)),
+                rewards=dict(zip(self.rewarding.functions.names, rewards, strict=True)),
             )
 
-    def measure_groups(
-        self, rollout: Rollout, per_func: torch.Tensor, rewards: torch.Tensor, group_ids: torch.Tensor
-    ) -> None:
-        """
-        Records what the config asks for: groups with a mean reward outside of `dynamic_sampling_range`, and pass rates
-        of rows (for difficulty sampling).
-
-        Shapes: `rewards` and `group_ids` of all ranks' completions, both `(N,)`.
-        """
-        stages = self.stages
-        difficulty_sampler = self.stages.prompting.stream.sampler
-        name = stages.context.args.dynamic_sampling_reward
-        bounds = stages.context.args.dynamic_sampling_range
-        if bounds is not None:
-            bounded_rewards = (
-                rewards if name is None else per_func[:, reward_index(name, stages.rewarding.functions.names)]
-            )
-            outside = out_of_range(bounded_rewards, group_ids, bounds)
-            rollout.rewards.out_of_range = local_rows(stages.context.accelerator, outside, len(rollout))
-        if difficulty_sampler is not None and stages.context.is_training:
-            row_indices = torch.tensor(rollout.source.row_indices, device=stages.context.accelerator.device)
-            difficulty_sampler.update_pass_rates(
-                stages.context.accelerator.gather(row_indices),
-                per_func[:, reward_index(name, stages.rewarding.functions.names)],
-            )
-            known_frac, mean_pass_rate = difficulty_sampler.coverage()
-            stages.context.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
+    def measure_difficulty(self, rollout: Rollout, per_func: torch.Tensor) -> None:
+        """Records pass rates of rows, by the rewards of all ranks, if `difficulty_sampling` needs them."""
+        context = self.rewarding.context
+        sampler = self.rewarding.prompting.stream.sampler
+        if sampler is None or not context.is_training:
+            return
+        row_indices = context.accelerator.gather(
+            torch.tensor(rollout.source.row_indices, device=context.accelerator.device)
+        )
+        index = reward_index(context.args.dynamic_sampling_reward, self.rewarding.functions.names)
+        sampler.update_pass_rates(row_indices, per_func[:, index])
+        known_frac, mean_pass_rate = sampler.coverage()
+        context.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
 
     def _add_reward_logs(self, n: int) -> None:
         """Values are logged in the same order on all ranks."""
@@ -189,8 +176,8 @@ class RolloutLog:
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
             values = self.pending_metrics.get(name, [])
-            total, count = sum_over_ranks(self.stages.context.accelerator, [float(sum(values)), len(values)])
-            self.stages.context.metrics.add({name: total / count})
+            total, count = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
+            self.rewarding.context.metrics.add({name: total / count})
         self.pending_metrics.clear()
 
 
@@ -214,25 +201,24 @@ def is_due(interval: int, step: int, n_steps: int) -> bool:
     return (step + n_steps) // interval > step // interval
 
 
-def log_media_contribution(stages: Stages, rollout: Rollout, steps_per_rollout: int) -> None:
-    """Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`."""
-    args = stages.context.args
-    interval = stages.context.args.media_contribution_steps
-    n_steps = max(1, steps_per_rollout // args.gradient_accumulation_steps)
-    if interval and stages.context.is_training and is_due(interval, stages.context.step, n_steps):
+def log_media_contribution(prompting: Prompting, scoring: Scoring, rollout: Rollout, n_micro_batches: int) -> None:
+    """
+    Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`.
+    `n_micro_batches` are those of a rollout, over all iterations.
+    """
+    context = scoring.context
+    interval = context.args.media_contribution_steps
+    n_steps = max(1, n_micro_batches // context.args.gradient_accumulation_steps)
+    if not (interval and context.is_training and is_due(interval, context.step, n_steps)):
+        return
 
-        def encode(i: int, view: View) -> EncodedPrompt:
-            source = rollout.source
-            return stages.prompting.encoder.encode(
-                source.messages[i], source.row_indices[i], view, **source.template_tools(i)
-            )
+    def encode(i: int, view: View) -> EncodedPrompt:
+        source = rollout.source
+        return prompting.encoder.encode(source.messages[i], source.row_indices[i], view, **source.template_tools(i))
 
-        batch = rollout.completions, rollout.loss_mask
-        stages.context.metrics.add(
-            stages.scoring.checks.smoothed(
-                media_contribution(stages.scoring.policy, stages.context.model, *batch, encode)
-            )
-        )
+    batch = rollout.completions, rollout.loss_mask
+    contribution = media_contribution(scoring.policy, context.model, *batch, encode)
+    context.metrics.add(scoring.checks.smoothed(contribution))
 
 
 class ReadMetrics(TrainerCallback):

@@ -259,17 +259,24 @@ class Sampling:
             has_engine_positions=sampler.is_engine,
         )
 
-    def check_engine(self, rollout: Rollout, corrects_for_engine: bool) -> None:
+    def corrects_for_engine(self, rollout: Rollout) -> bool:
+        """Returns whether the loss corrects for the difference between policy and sampler."""
+        # As in TRL, log-probabilities of a `rollout_func` count only if the policy isn't the sampler
+        uses_logps = self.rollout_func is None or not self.sampler.samples_policy
+        has_logps = rollout.sampling_per_token_logps is not None
+        return uses_logps and has_logps and self.context.args.vllm_importance_sampling_correction
+
+    def check_engine(self, rollout: Rollout) -> None:
         """
         Compares the log-probabilities of an engine with the policy's, if a check is due.
 
-        Raises `RuntimeError` if completions continue after an end of text. With `corrects_for_engine`, also raises it
-        if completions lack log-probabilities.
+        Raises `RuntimeError` if completions continue after an end of text, or if the loss corrects for the engine and
+        completions lack log-probabilities.
         """
         context, sampler, flight = self.context, self.sampler, self.in_flight
         if sampler.samples_policy or not context.is_training:
             return
-        self._check_logps(rollout, corrects_for_engine)
+        self._check_logps(rollout)
         checks = self.scoring.checks
         check = checks.self_check
         has_tools = bool(self.prompting.toolbox.tools)
@@ -296,10 +303,10 @@ class Sampling:
             if not is_asynchronous or has_tools:
                 checks.on_engine(context.model, context.step, rollout, dtype, bias, has_tools)
 
-    def _check_logps(self, rollout: Rollout, corrects_for_engine: bool) -> None:
+    def _check_logps(self, rollout: Rollout) -> None:
         """
-        Logs the share of tokens without a log-probability of the sampler, and warns once. With `corrects_for_engine`,
-        raises `RuntimeError` if no token of the first batch has a log-probability.
+        Logs the share of tokens without a log-probability of the sampler, and warns once. If the loss corrects for the
+        engine, raises `RuntimeError` if no token of the first batch has a log-probability.
         """
         checks = self.scoring.checks
         sampling_logps = rollout.sampling_per_token_logps
@@ -314,7 +321,7 @@ class Sampling:
         text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
         is_first = not checks.has_checked_logps
         checks.has_checked_logps = True
-        if is_first and n_missing == n > 0 and corrects_for_engine:
+        if is_first and n_missing == n > 0 and self.corrects_for_engine(rollout):
             raise RuntimeError(f"{text} nor checked; set `vllm_importance_sampling_correction=False` to train anyway.")
         if n_missing and not checks.has_warned_of_logps:
             checks.has_warned_of_logps = True
