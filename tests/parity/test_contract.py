@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from dataclasses import MISSING, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,17 +47,11 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
-from trl_multimodal_rft.trainers.distillation.method import DISTILLATION
-from trl_multimodal_rft.trainers.grpo.method import GRPO
-from trl_multimodal_rft.trainers.ppo.method import PPO
-from trl_multimodal_rft.trainers.preference.methods import DPO, KTO, REWARD
-from trl_multimodal_rft.trainers.rloo.method import RLOO
 from trl_multimodal_rft.trainers.shared.prompting import Prompting
 from trl_multimodal_rft.trainers.shared.rewarding import Rewarding
 from trl_multimodal_rft.trainers.shared.sampling import Sampling
 from trl_multimodal_rft.trainers.shared.scoring import Scoring
 from trl_multimodal_rft.trainers.shared.trainer import BaseTrainer
-from trl_multimodal_rft.trainers.supervised.method import SFT
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     ATTRIBUTES,
@@ -170,19 +163,6 @@ def test_every_trainer_has_its_config_command_card_and_tests(name):
     known = house.modules()
     tests = [path for path in TESTS.rglob("test_*.py") if trainer.__module__ in house.imports(path, known)]
     assert any(command in path.stem for path in tests)
-
-
-METHODS = {"GRPO": GRPO, "RLOO": RLOO, "PPO": PPO, "Distillation": DISTILLATION, "SFT": SFT}
-METHODS |= {"DPO": DPO, "KTO": KTO, "Reward": REWARD}
-
-
-@pytest.mark.parametrize("name", house.trainers())
-def test_methods_list_the_defaults_of_their_configs(name):
-    options = {option.name: option for option in fields(house.exported("Config")[name])}
-    listed = METHODS[name].defaults
-    chosen = [options[option] for option in listed]
-    defaults = [option.default_factory() if option.default is MISSING else option.default for option in chosen]
-    assert listed and dict(zip(listed, defaults, strict=True)) == listed
 
 
 TRAINERS = [

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The loss of an optimizer step, from a policy loss and further terms, and the losses of RLOO and of views."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -146,7 +147,7 @@ def view_term(
     *,
     kl_coef: float = 0.0,
     kl_clip: float | None = None,
-    entropy_coefs: tuple[float, float] = (0.0, 0.0),
+    entropy_coefs: Sequence[float] = (0.0, 0.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""
     Computes the Implicit Perception Loss and the Double Entropy Loss of

@@ -13,7 +13,6 @@ from ...views.views import as_view
 from ..shared.arguments import Needs, help_from_docstring, mapping
 from ..shared.batch_sizes import batch_options, batch_size, check_batches
 from ..shared.multimodal_config import SamplingArguments
-from .method import DISTILLATION
 
 
 @dataclass(frozen=True)
@@ -112,17 +111,17 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
             the remedy.
     """
 
-    num_generations: Annotated[int, "[1, inf]"] = DISTILLATION.defaults["num_generations"]
+    num_generations: Annotated[int, "[1, inf]"] = 1
     steps_per_generation: int | None = None
     generation_batch_size: int | None = None
     teacher_view: str | None = None
     student_view: str | None = None
-    self_teacher: str = DISTILLATION.defaults["self_teacher"]
+    self_teacher: str = "current"
     teacher_processor: str = "student"
     teacher_model_server_url: str | None = None
     teacher_models: dict[str, Any] | str | None = None
-    loss_top_k: Annotated[int, "[0, inf]"] = DISTILLATION.defaults["loss_top_k"]
-    loss_add_tail: Annotated[bool, Needs("loss_top_k")] = DISTILLATION.defaults["loss_add_tail"]
+    loss_top_k: Annotated[int, "[0, inf]"] = 0
+    loss_add_tail: Annotated[bool, Needs("loss_top_k")] = True
     log_multimodal: bool = True
 
     # Fixed values of other sampling trainers' options. `beta` interpolates between divergences here, and isn't the

@@ -33,7 +33,6 @@ from .best import choose_best, prompts_with
 from .config import MultimodalDistillationConfig
 from .ids import check_teacher_ids
 from .loading import check_sources, load_teachers
-from .method import DISTILLATION
 from .spans import taught_mask
 from .teachers import Lesson, Teachers, prompts_under_view
 
@@ -109,7 +108,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             model applies anything to its logits other than a scale and a soft cap.
     """
 
-    _tag_names = DISTILLATION.tags
+    _tag_names = ["trl", "distillation", "trl-multimodal-rft"]
     teacher_model: Any
     reward_weights: Any
 
@@ -227,7 +226,8 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             # of tokens of an optimizer step, as a mean over ranks
             n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        loss = DISTILLATION.loss(scores.divergences, n_tokens)
+        # A divergence outside of the mask is 0
+        loss = scores.divergences.sum() / n_tokens
         metrics = {"entropy": scored_mean(scores.entropies, mask)}
         return LossOutput(loss, metrics | self._teachers.metrics(inputs, scores.divergences.detach()))
 

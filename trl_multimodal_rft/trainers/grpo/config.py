@@ -16,7 +16,6 @@ from ..shared.arguments import Needs, check_values, help_from_docstring, raise_f
 from ..shared.batch_sizes import batch_options
 from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
 from .conflicts import conflicts_of_loss, conflicts_of_rewards, conflicts_of_view
-from .method import GRPO
 
 
 # Bound of the ratio in dual-clip PPO, as in its paper
@@ -128,12 +127,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     """
 
     advantage_estimator: str = field(
-        default=GRPO.defaults["advantage_estimator"],
+        default="group_norm",
         metadata={
             "help": f"How rewards become advantages: {describe_estimators(None, 'group')}, or in Python a function."
         },
     )
-    loss_type: str = field(default=GRPO.defaults["loss_type"], metadata={"help": f"Policy loss: {describe_losses()}."})
+    loss_type: str = field(default="dapo", metadata={"help": f"Policy loss: {describe_losses()}."})
     soft_overlong_cache: int | None = None
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
 from ...algorithms.entropy import advantage_weights, high_entropy_mask, relevance_weights
-from ...algorithms.losses import LossOutput, Normalizer
+from ...algorithms.losses import LossOutput, Normalizer, view_term
 from ...algorithms.metrics import scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
@@ -20,7 +20,6 @@ from ...rollout.view_prompts import view_prompts
 from ..shared.context import Context
 from ..shared.prompting import Prompting
 from ..shared.scoring import Scoring
-from .method import GRPO
 
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def with_view_term(
     settings = args.loss_view_settings
     # Without scores under the view, the terms that read them have coefficients of 0, so any scores can stand in
     view_scores = scores if scores.view is None else scores.view
-    losses, kl = GRPO.terms["loss_view"](
+    losses, kl = view_term(
         scores.logps,
         view_scores.logps,
         mask,

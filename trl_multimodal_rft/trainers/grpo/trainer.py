@@ -19,9 +19,10 @@ from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
+from ...algorithms.advantages import estimate_advantages
 from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
-from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums
+from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ...algorithms.metrics import MicroBatchSums, token_mean
 from ...algorithms.shaping import RunningScale
 from ...engines.samplers import Sampler
@@ -36,7 +37,6 @@ from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalGRPOConfig
 from .loss_views import dependency_head_rule, measure_dependency, weighed_by_dependency, with_view, with_view_term
-from .method import GRPO
 from .steps import gather_steps
 
 
@@ -113,7 +113,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             its processor, its reference or vLLM's weights, or if dynamic sampling or replay can't exchange groups.
     """
 
-    _tag_names = GRPO.tags
+    _tag_names = ["trl", "grpo", "trl-multimodal-rft"]
     _config_class = MultimodalGRPOConfig
 
     def __init__(
@@ -272,7 +272,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         args = self.args
         needs_logps = args.advantages_read_logps
         ref_logps = rollout.ref_per_token_logps
-        advantages = GRPO.advantages(
+        advantages = estimate_advantages(
             args.advantage_estimator if callable(args.advantage_estimator) else self._estimator,
             rewards=shaped,
             rewards_per_func=rewards.per_func,
@@ -382,7 +382,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             causes=inputs.rewards.causes,
             n_sampled=inputs.n_sampled,
         )
-        output = GRPO.loss(
+        output = grpo_loss(
             self._policy_loss,
             tensors,
             args.loss_options(),

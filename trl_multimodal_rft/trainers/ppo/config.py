@@ -11,7 +11,6 @@ from ...algorithms.advantages import describe_estimators
 from ...spelling import as_number, check_choice, read_settings
 from ..grpo.config import MultimodalGRPOConfig
 from ..shared.arguments import check_values, help_from_docstring
-from .method import PPO
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     """
 
     advantage_estimator: str = field(
-        default=PPO.defaults["advantage_estimator"],
+        default="gae",
         metadata={
             "help": f"How rewards become advantages: {describe_estimators('critic')} with a critic; without one "
             f"{describe_estimators(None, 'group')}, or in Python a function."
@@ -102,12 +101,12 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     bootstrap_truncated: bool = False
     shared_trunk: bool = False
     # The types include `None`, which is rejected, because the parser would read `float | str` as `float`
-    vf_coef: float | str | None = PPO.defaults["vf_coef"]
+    vf_coef: float | str | None = 0.1
     value_learning_rate: float | str | None = None
     freezing_actor_steps: Annotated[int, "[0, inf]"] = 0
-    num_ppo_epochs: Annotated[int, "[1, inf]"] = PPO.defaults["num_ppo_epochs"]
+    num_ppo_epochs: Annotated[int, "[1, inf]"] = 4
     ema_decay: Annotated[float | None, "(0, 1)"] = None
-    ptx_coef: float | str | None = PPO.defaults["ptx_coef"]
+    ptx_coef: float | str | None = 0.0
 
     _has_critic = True  # other trainers reject a config with a critic
 

@@ -28,7 +28,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
 from trl.trainer.utils import get_config_model_id
 
-from ...algorithms.critic import critic_metrics
+from ...algorithms.advantages import gae
+from ...algorithms.critic import critic_metrics, ptx_loss, value_loss
 from ...algorithms.losses import LossInputs, LossOutput, ratio_metrics
 from ...algorithms.metrics import rank_mean
 from ...algorithms.returns import token_rewards, whiten
@@ -59,7 +60,6 @@ from ..shared.scoring import compile_models, disable_dropout
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalPPOConfig
-from .method import PPO
 
 
 # Folders in addition to the policy's files
@@ -140,7 +140,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             with reentrant checkpointing under DDP or DeepSpeed, or `ema_decay` with ZeRO-3.
     """
 
-    _tag_names = PPO.tags
+    _tag_names = ["trl", "ppo", "trl-multimodal-rft"]
     _name = "PPO"
     _config_class = MultimodalPPOConfig
     _paper = {
@@ -282,7 +282,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         values, bootstrap = self._score_values(rollout)
         local_rewards = local_rows(self.accelerator, shaped, len(rollout))
         rewards_per_token = self._token_rewards(rollout, local_rewards)
-        advantages, returns = PPO.advantages(
+        advantages, returns = gae(
             rewards_per_token, values, rollout.loss_mask, bootstrap=bootstrap, **self._estimator.settings
         )
         scorable = (~local_rewards.isnan()).long()
@@ -337,12 +337,12 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is not None:
             mask = mask * require(inputs.rewards.scorable)[:, None]
             targets = require(inputs.values.old), require(inputs.values.returns)
-            value_output = PPO.terms["vf_coef"](scores.values, *targets, mask, args.value_loss.cliprange)
+            value_output = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
             mean = loss_type.average(value_output.loss, mask, self._normalizer(inputs))
             loss = loss + args.value_loss.coef * self._loss_if_updated("critic", mean, scores.values)
             metrics |= value_output.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
-            ptx_output = PPO.terms["ptx_coef"](scores.supervised, self._ptx_batch.mask)
+            ptx_output = ptx_loss(scores.supervised, self._ptx_batch.mask)
             mean = ptx_output.loss / self._n_accumulation_steps()
             loss = loss + args.ptx.coef * self._loss_if_updated("policy", mean, scores.supervised)
             metrics |= ptx_output.metrics

@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTr
 from trl import DPOTrainer
 
 from ...algorithms.metrics import scored_mean
+from ...algorithms.preferences import anchored_preference, conditional_preference
 from ...forward.scores import Scores
 from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
@@ -22,7 +23,6 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .base import PreferenceTrainer
 from .data import COLUMNS, REFERENCE_COLUMNS, PreferenceCollator
 from .dpo_config import MultimodalDPOConfig
-from .methods import DPO
 
 
 # Outputs of a model that TRL's loss reads
@@ -75,7 +75,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             parallelism), or if a dataset has no preferences, or media that a tokenizer can't encode.
     """
 
-    _tag_names = DPO.tags
+    _tag_names = ["trl", "dpo", "trl-multimodal-rft"]
 
     def __init__(
         self,
@@ -211,10 +211,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             "logps/view": logps[2 * n :].detach(),
         }
         self._metric_log.add({name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()})
-        conditional = settings.conditional_coef * DPO.terms["conditional_coef"](
-            chosen_logratios, view_logratios, self.beta
-        )
-        anchored = settings.anchor_coef * DPO.terms["anchor_coef"](chosen_logratios, self.beta, settings.anchor)
+        conditional = settings.conditional_coef * conditional_preference(chosen_logratios, view_logratios, self.beta)
+        anchored = settings.anchor_coef * anchored_preference(chosen_logratios, self.beta, settings.anchor)
         return (conditional + anchored).sum() / n
 
     # Card

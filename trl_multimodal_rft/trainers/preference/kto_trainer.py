@@ -22,7 +22,6 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .base import PreferenceTrainer
 from .kto_config import MultimodalKTOConfig
 from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator
-from .methods import KTO
 
 
 class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
@@ -70,7 +69,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             parallelism), if a micro-batch of the `"kto"` loss has one row, or if a dataset lacks columns.
     """
 
-    _tag_names = KTO.tags
+    _tag_names = ["trl", "kto", "trl-multimodal-rft"]
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from ..shared.reading import Batch, CompletionTrainer, NumItems, load_for_scorin
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .data import COLUMNS, COMPARISON_COLUMNS, ComparisonCollator, completions_to_score
-from .methods import REWARD
 from .reward_config import MultimodalRewardConfig
 
 
@@ -86,7 +85,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
             or sequence parallelism), or if a dataset has no comparisons, or media that a tokenizer can't encode.
     """
 
-    _tag_names = REWARD.tags
+    _tag_names = ["trl", "reward-trainer", "trl-multimodal-rft"]
     _name = "Reward"
     _paper = {
         "title": "Learning to summarize from human feedback",

@@ -10,12 +10,12 @@ from trl import RLOOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
-from ...algorithms.losses import LossInputs, LossOptions, LossOutput
+from ...algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
 from ...algorithms.metrics import rank_mean, scored_mean
 from ...algorithms.signal import CAUSES
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
-from ...rollout.estimates import Estimates, has_signal, is_std_zero
+from ...rollout.estimates import Estimates, has_signal, is_std_zero, leave_one_out
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rewards, Rollout, require
 from ..shared.base import MultimodalTrainer
@@ -23,7 +23,6 @@ from ..shared.rollout_logs import reward_index
 from ..shared.setup import resolve_config
 from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalRLOOConfig
-from .method import RLOO
 
 
 class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
@@ -75,8 +74,8 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             its processor, its reference or vLLM's weights.
     """
 
-    _tag_names = RLOO.tags
-    _loss_needs_reference = "loss" in RLOO.kl
+    _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
+    _loss_needs_reference = False
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         group_ids: torch.Tensor,
     ) -> Estimates:
         penalized = shaped if self.beta == 0 else shaped - self.beta * self._divergence(rollout)
-        advantages = RLOO.advantages(penalized, group_ids, self.normalize_advantages)
+        advantages = leave_one_out(penalized, group_ids, self.normalize_advantages)
         return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(penalized, self._context.group_size))
 
     def _divergence(self, rollout: Rollout) -> torch.Tensor:
@@ -150,7 +149,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
             advantages = advantages * ratios
             if causes is not None:  # a rollout of an older checkpoint has none
                 causes = torch.where((ratios == 0) & (causes < 0), CAUSES.index("engine_ratios"), causes)
-        loss, metrics = RLOO.loss(
+        loss, metrics = rloo_loss(
             LossInputs(
                 scores.logps,
                 require(inputs.old_logps),

@@ -29,7 +29,6 @@ from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor,
 from .concatenated_rows import Concatenator
 from .config import MultimodalSFTConfig
 from .data import SupervisedCollator, splits_rows
-from .method import SFT
 
 
 # Columns that `remove_unused_columns` keeps, in addition to `dataset_text_field`
@@ -95,7 +94,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
             columns to learn from, or media that a tokenizer can't encode.
     """
 
-    _tag_names = SFT.tags
+    _tag_names = ["trl", "sft", "trl-multimodal-rft"]
     _name = "SFT"
     _paper = {
         "title": "Training language models to follow instructions with human feedback",
@@ -203,7 +202,8 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
         options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
         scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
-        per_token_loss = SFT.loss(scores.logps, args.loss_type)  # 0 on tokens that aren't learned
+        logps = scores.logps  # 0 on tokens that aren't learned
+        per_token_loss = -logps * logps.exp().detach() if args.loss_type == "dft" else -logps
         n_tokens = mask.sum() if num_items_in_batch is None else num_items_in_batch
         loss = per_token_loss.sum() / torch.as_tensor(n_tokens).clamp(min=1)
         if args.average_tokens_across_devices and num_items_in_batch is not None:
