@@ -23,7 +23,7 @@ from trl_multimodal_rft.algorithms.metrics import (
     smallest,
     token_mean,
 )
-from trl_multimodal_rft.trainers.shared.rollout_logs import EvaluationMeans
+from trl_multimodal_rft.trainers.base.logs import EvaluationMeans
 
 
 def write(metrics, gather, found) -> None:

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from ppo_scenarios import InjectingPPO
 from training import ENGINE, GROUP, InjectingTrainer, compared, image_rows, train
 
-from trl_multimodal_rft.trainers.shared.offload import storages, weights
+from trl_multimodal_rft.trainers.sampling.offload import storages, weights
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -32,7 +32,7 @@ from tasks import spoken_digits
 from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.shared.setup import check_launch
+from trl_multimodal_rft.trainers.base.setup import check_launch
 
 
 ROOT = Path(__file__).parents[2]

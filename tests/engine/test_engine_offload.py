@@ -7,7 +7,7 @@ from helpers.engine_runs import make
 from helpers.trainer_utils import image_rows
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.trainers.shared.offload import storages
+from trl_multimodal_rft.trainers.sampling.offload import storages
 
 
 pytestmark = pytest.mark.slow

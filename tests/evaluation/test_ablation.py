@@ -27,7 +27,7 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, paired_interval
 from trl_multimodal_rft.extras import filter
 from trl_multimodal_rft.rewards import accuracy_reward
-from trl_multimodal_rft.trainers.shared.rollout_logs import is_due
+from trl_multimodal_rft.trainers.base.logs import is_due
 from trl_multimodal_rft.views import as_view
 
 

@@ -24,7 +24,7 @@ from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.compiled import compile_layers
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.scores import ScoreRequest
-from trl_multimodal_rft.trainers.shared.scoring import compile_options
+from trl_multimodal_rft.trainers.base.preparation import compile_options
 
 
 # Dynamo hides the warning in a way that an error precedes

@@ -54,6 +54,6 @@ def test_waits_of_encoders_as_transformers_has_them(monkeypatch):
     """Three in each layer, which the counts would show."""
     from gpu_counts import count, per_layer
 
-    for module in ("forward.attention", "trainers.shared.scoring"):
+    for module in ("forward.attention", "trainers.base.preparation"):
         monkeypatch.setattr(f"trl_multimodal_rft.{module}.install_encoder_attention", lambda model: None)
     assert per_layer(count("image", 2), count("image", 2, depth=4))["forward"][2] == 3

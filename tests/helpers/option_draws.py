@@ -13,7 +13,7 @@ from helpers.trainer_utils import CONFIGS, PLAIN
 from trl_multimodal_rft.algorithms.advantages import ESTIMATORS, Estimator
 from trl_multimodal_rft.algorithms.losses import LOSSES
 from trl_multimodal_rft.data.reading.rules import OPTION_NAMES
-from trl_multimodal_rft.trainers.shared.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
+from trl_multimodal_rft.trainers.base.multimodal_config import MediaArguments, MultimodalArguments, SamplingArguments
 
 
 TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}

@@ -40,7 +40,7 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
     families,
 )
-from trl_multimodal_rft.trainers.shared.multimodal_config import SamplingArguments
+from trl_multimodal_rft.trainers.base.multimodal_config import SamplingArguments
 
 
 torch.set_num_threads(1)  # the matrices are too small to gain from more threads

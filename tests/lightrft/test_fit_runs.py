@@ -41,8 +41,8 @@ pytestmark = pytest.mark.gate
 # What `train` calls
 
 TRUNK = """
-trainers/shared/trainer.py trainers/shared/optimizer.py trainers/shared/ema.py trainers/shared/signals.py
-trainers/shared/finite.py trainers/checkpoints/checkpoints.py trainers/checkpoints/files.py
+trainers/base/trainer.py trainers/base/optimizer.py trainers/base/ema.py trainers/base/signals.py
+trainers/base/finite.py trainers/checkpoints/checkpoints.py trainers/checkpoints/files.py
 trainers/checkpoints/lock.py trainers/checkpoints/manifest.py reporting/console.py reporting/events.py
 reporting/hub.py reporting/model_card.py
 """.split()

@@ -47,11 +47,12 @@ from trl_multimodal_rft import (
 )
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
-from trl_multimodal_rft.trainers.shared.prompting import Prompting
-from trl_multimodal_rft.trainers.shared.rewarding import Rewarding
-from trl_multimodal_rft.trainers.shared.sampling import Sampling
-from trl_multimodal_rft.trainers.shared.scoring import Scoring
-from trl_multimodal_rft.trainers.shared.trainer import BaseTrainer
+from trl_multimodal_rft.trainers.base.trainer import BaseTrainer
+from trl_multimodal_rft.trainers.sampling.batches import Batches
+from trl_multimodal_rft.trainers.sampling.prompting import Prompting
+from trl_multimodal_rft.trainers.sampling.rewarding import Rewarding
+from trl_multimodal_rft.trainers.sampling.sampling import Sampling
+from trl_multimodal_rft.trainers.sampling.scoring import Scoring
 from trl_multimodal_rft.versions import (
     ALL_OVERRIDDEN,
     ATTRIBUTES,
@@ -192,7 +193,8 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     assert not missing
     arguments = set(
         re.findall(
-            r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, (Prompting, Sampling, Scoring, Rewarding)))
+            r"\bargs\.(\w+)",
+            source + "".join(map(inspect.getsource, (Prompting, Sampling, Scoring, Rewarding, Batches))),
         )
     )
     assert {"steps_per_generation", "self_check"} <= arguments
@@ -281,7 +283,7 @@ UNREAD = {
     "_multi_environment": TOOLS,
     "_entropy_window_stats": "sums of an optimizer step, which `algorithms/entropy.py` keeps",
     "_forward_redirection": "the hidden states of the teacher come from `forward/`",
-    "_dist": "`trainers/shared/engine.py` makes its own",
+    "_dist": "`trainers/sampling/engine.py` makes its own",
     "_last_loaded_step": "the engine knows which weights it has",
     "is_deepspeed_enabled": "the package prepares the teacher itself, as a reference",
     "is_fsdp_enabled": "the package scores the reference's log-probabilities itself",
@@ -304,7 +306,7 @@ def test_no_option_is_swallowed_with_the_code_that_reads_it(name):
     """An option that acts only in code of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
     assert not swallowed, (
-        "read them, refuse them in `trainers/shared/arguments.py`, or add them to UNREAD, with the reason"
+        "read them, refuse them in `trainers/base/arguments.py`, or add them to UNREAD, with the reason"
     )
 
 

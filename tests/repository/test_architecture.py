@@ -144,9 +144,10 @@ def test_glossary_has_one_word_per_concept():
     assert not words & {word for term in terms for word in term.split()}
 
 
-def test_the_shared_room_lists_its_modules():
-    """The folder's docstring says for each module when it runs."""
-    folder = PACKAGE / "trainers" / "shared"
+@pytest.mark.parametrize("room", ["base", "sampling", "reading"])
+def test_rooms_of_trainers_list_their_modules(room):
+    """The folder's docstring says what each module is for."""
+    folder = PACKAGE / "trainers" / room
     plan = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
     assert sorted(re.findall(r"`(\w+)`", plan)) == sorted({path.stem for path in folder.glob("*.py")} - {"__init__"})
 

@@ -28,7 +28,7 @@ from trl_multimodal_rft.rewards.calls import checked_reward
 from trl_multimodal_rft.rewards.failures import RewardError, user_frames
 from trl_multimodal_rft.rewards.named import as_reward_funcs, load_reward_funcs
 from trl_multimodal_rft.rollout.turns import parse_assistant_turn
-from trl_multimodal_rft.trainers.shared import run as shared
+from trl_multimodal_rft.trainers.sampling import rewarding
 
 
 def rows(prompt="What is it?", conversational=True, **columns):
@@ -157,7 +157,7 @@ def test_turns_with_tools_keep_what_their_prompt_opened(template):
 
 def test_tags_that_decoding_drops_are_said_before_the_first_update(tmp_path, monkeypatch):
     told = []
-    for module in (shared, evaluation):
+    for module in (rewarding, evaluation):
         monkeypatch.setattr(module.logger, "warning", told.append)
         monkeypatch.setattr(module.logger, "warning_once", told.append)
     objects = dict(zip(("model", "processing_class"), load("qwen2_5_vl"), strict=True))
@@ -393,7 +393,7 @@ def test_what_no_prompt_asks_for_is_said_before_the_first_update(
 ):
     told = []
     monkeypatch.setattr(
-        shared.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
+        rewarding.logger, "warning", lambda text: told.append((trainer and trainer.state.global_step, text))
     )
     made = [{"prompt": [{"role": "user", "content": prompts[i % len(prompts)]}], "solution": "x"} for i in range(8)]
     trainer = None

@@ -22,7 +22,7 @@ from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_adva
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate_trainer
 from trl_multimodal_rft.rewards.calls import StepwiseReward, check_rewards
 from trl_multimodal_rft.rollout.estimates import join_steps
-from trl_multimodal_rft.trainers.shared import rollout_logs
+from trl_multimodal_rft.trainers.sampling import rollout_logs
 
 
 pytestmark = pytest.mark.gate

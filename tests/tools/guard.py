@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 
 import house
 
-from trl_multimodal_rft.trainers.shared.base import _LOG_METHODS
+from trl_multimodal_rft.trainers.sampling.trainer import _LOG_METHODS
 from trl_multimodal_rft.versions import OVERRIDDEN
 
 
@@ -407,12 +407,12 @@ def _read_in_called(upstream: Upstream, module: str, call: ast.Call, owners: fro
 
 # Tables of options, each with the prefix of its options' names, that code reads or sets by `getattr` and `setattr`
 TABLES = {
-    "trainers.shared.engine:_ENGINE_OPTIONS": "vllm_",
-    "trainers.shared.engine:_SAMPLING_OPTIONS": "",
-    "trainers.shared.arguments:_SPEED_OPTIONS": "",
-    "trainers.shared.arguments:LAYOUT_OPTIONS": "",
-    "trainers.shared.arguments:UNUSED_OPTIONS": "",
-    "trainers.shared.arguments:UNUSED_IN_SAMPLING": "",
+    "trainers.sampling.engine:_ENGINE_OPTIONS": "vllm_",
+    "trainers.sampling.engine:_SAMPLING_OPTIONS": "",
+    "trainers.base.arguments:_SPEED_OPTIONS": "",
+    "trainers.base.arguments:LAYOUT_OPTIONS": "",
+    "trainers.base.arguments:UNUSED_OPTIONS": "",
+    "trainers.base.arguments:UNUSED_IN_SAMPLING": "",
     "trainers.supervised.config:_UNUSED_OPTIONS": "",
     "trainers.preference.dpo_config:_UNUSED_OPTIONS": "",
     "trainers.preference.kto_config:_UNUSED_OPTIONS": "",

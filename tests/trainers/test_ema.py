@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoProcessor
 
 from trl_multimodal_rft import MultimodalPPOTrainer
-from trl_multimodal_rft.trainers.shared.ema import MovingAverage
+from trl_multimodal_rft.trainers.base.ema import MovingAverage
 
 
 DECAY = 0.8

@@ -9,8 +9,8 @@ from helpers.trainer_utils import make_trainer, moved
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.algorithms.signal import CAUSES
-from trl_multimodal_rft.trainers.shared import rollout_logs
-from trl_multimodal_rft.trainers.shared.rollout_logs import constant_rewards, steps_without_signal
+from trl_multimodal_rft.trainers.sampling import rollout_logs
+from trl_multimodal_rft.trainers.sampling.rollout_logs import constant_rewards, steps_without_signal
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.evaluation import evaluate_trainer
-from trl_multimodal_rft.trainers.shared.offload import HostMemory, idle_storages, storages
+from trl_multimodal_rft.trainers.sampling.offload import HostMemory, idle_storages, storages
 
 
 pytestmark = pytest.mark.gate

@@ -7,7 +7,7 @@ from types import ModuleType
 from trl import ModelConfig
 
 from .. import trainers
-from ..trainers.shared.configs import TrainerConfig
+from ..trainers.base.configs import TrainerConfig
 from .arguments import (
     DistillationScriptArguments,
     PPOScriptArguments,

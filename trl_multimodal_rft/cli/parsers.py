@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from ..data.reading.rules import BUDGET_NAMES, OPTION_NAMES
 from ..spelling import split_settings
-from ..trainers.shared.batch_sizes import batch_size
+from ..trainers.base.batch_sizes import batch_size
 from .options import Parser, Value, config_path, options_of, parse_json, read_config
 from .preflight import integer, process_count
 

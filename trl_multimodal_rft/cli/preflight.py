@@ -16,7 +16,7 @@ from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..paths import check_not_overwritten, local_path
 from ..reporting.trackers import check_trackers
 from ..spelling import check_dotted, recipe_names, split_settings, unknown_name_error
-from ..trainers.shared.batch_sizes import batch_options, batch_size, check_batches
+from ..trainers.base.batch_sizes import batch_options, batch_size, check_batches
 from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, table
 
 

@@ -21,12 +21,12 @@ from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
 from ..reporting.events import EventPart
 from ..reporting.hub import repository_name, upload_command
+from ..trainers.base.configs import TrainerConfig
+from ..trainers.base.trainer import BaseTrainer
 from ..trainers.checkpoints.files import checkpoints
 from ..trainers.preference.dpo_config import MultimodalDPOConfig
 from ..trainers.preference.kto_config import MultimodalKTOConfig
 from ..trainers.preference.reward_config import MultimodalRewardConfig
-from ..trainers.shared.configs import TrainerConfig
-from ..trainers.shared.trainer import BaseTrainer
 from .arguments import RFTScriptArguments, RunArguments
 from .inputs import trainer_inputs
 from .run_file import FILE_NAME, write_run_file

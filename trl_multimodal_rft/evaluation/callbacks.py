@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from ..reporting.events import EventPart
-from ..trainers.shared.base import MultimodalTrainer
+from ..trainers.sampling.trainer import MultimodalTrainer
 from .config import EvaluationConfig
 from .evaluator import check_has_sampler, evaluate_trainer, named_rewards
 from .result import EvaluationResult

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
-from ..trainers.shared.arguments import check_values, help_from_docstring
+from ..trainers.base.arguments import check_values, help_from_docstring
 from ..views.views import as_view
 
 

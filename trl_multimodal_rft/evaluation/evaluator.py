@@ -32,8 +32,8 @@ from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
 from ..rollout.turns import ToolLoop
-from ..trainers.shared.base import MultimodalTrainer
-from ..trainers.shared.setup import prepare_for_tools
+from ..trainers.base.setup import prepare_for_tools
+from ..trainers.sampling.trainer import MultimodalTrainer
 from .config import EvaluationConfig
 from .evaluation import Evaluation, Policy
 from .result import EvaluationResult

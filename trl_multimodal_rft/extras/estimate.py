@@ -33,7 +33,7 @@ from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
 from ..reporting.console import parts_lines
-from ..trainers.shared.arguments import as_names
+from ..trainers.base.arguments import as_names
 from ..versions import cache_name
 from ..views.options import LossView, view_option
 from .fake_run import FakeFloats, Watch, convertible_modules, kernels_of_gpus

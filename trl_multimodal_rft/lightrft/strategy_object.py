@@ -20,8 +20,8 @@ from transformers.utils import cached_file
 from ..encoding.processors import load_processor
 from ..models.critic import policy_alone
 from ..models.parts import freeze
+from ..trainers.base.arguments import mapping
 from ..trainers.ppo.config import MultimodalPPOConfig, ValueSchedule
-from ..trainers.shared.arguments import mapping
 from .models.actor import Actor
 from .models.critic import Critic
 

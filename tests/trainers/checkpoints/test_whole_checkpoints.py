@@ -27,12 +27,12 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer
+from trl_multimodal_rft.trainers.base import trainer as base_trainer
+from trl_multimodal_rft.trainers.base.setup import resolve_config
 from trl_multimodal_rft.trainers.checkpoints import checkpoints
 from trl_multimodal_rft.trainers.checkpoints.files import replace_folder
 from trl_multimodal_rft.trainers.checkpoints.manifest import measure_folder, verify_checkpoint, write_manifest
 from trl_multimodal_rft.trainers.checkpoints.shards import SHARDS, check_shards, layout_mismatch
-from trl_multimodal_rft.trainers.shared import trainer as base_trainer
-from trl_multimodal_rft.trainers.shared.setup import resolve_config
 
 
 pytestmark = pytest.mark.gate

@@ -26,7 +26,7 @@ from trl_multimodal_rft.algorithms.advantages import ALIASES, ESTIMATORS, descri
 from trl_multimodal_rft.algorithms.advantages import estimator as listed
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, importance_ratios, policy_loss
 from trl_multimodal_rft.rollout import groups
-from trl_multimodal_rft.trainers.shared import multimodal_config, setup
+from trl_multimodal_rft.trainers.base import multimodal_config, setup
 from trl_multimodal_rft.views.views import VIEWS, view
 
 

@@ -34,7 +34,7 @@ from trl.trainer import dpo_trainer
 from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer, MultimodalRewardTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
-from trl_multimodal_rft.trainers.shared import arguments
+from trl_multimodal_rft.trainers.base import arguments
 
 
 YES = ["It is a cat.", "Two birds sing, one after the other.", "red", "There is a dog here"]

@@ -12,8 +12,8 @@ from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimato
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
 from ...spelling import check_choice, check_interval, split_settings
-from ...trainers.shared.arguments import check_values
-from ...trainers.shared.multimodal_config import check_range
+from ...trainers.base.arguments import check_values
+from ...trainers.base.multimodal_config import check_range
 
 
 # Estimators that compare the completions of a prompt, and all estimators of the maker

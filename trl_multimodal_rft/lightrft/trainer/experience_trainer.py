@@ -30,12 +30,12 @@ from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values
 from ...spelling import join_settings
+from ...trainers.base.dataset_checks import warn_of_unread_media
+from ...trainers.base.ema import MovingAverage
+from ...trainers.base.finite import naming_broken_logits
 from ...trainers.checkpoints.files import load_rollout_state
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
-from ...trainers.shared.dataset_checks import warn_of_unread_media
-from ...trainers.shared.ema import MovingAverage
-from ...trainers.shared.finite import naming_broken_logits
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
 from .experience import Experience

@@ -14,8 +14,8 @@ from transformers import TrainerState
 from transformers.utils import PushInProgress
 
 from ...reporting.hub import is_running
-from ..shared.ema import MovingAverage
-from ..shared.optimizer import parts_mismatch
+from ..base.ema import MovingAverage
+from ..base.optimizer import parts_mismatch
 from .files import (
     PARTIAL,
     checkpoints,

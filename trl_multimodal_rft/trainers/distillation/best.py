@@ -17,8 +17,8 @@ from ...encoding.prompts import EncodedPrompt
 from ...forward.trees import share_media
 from ...rollout.estimates import rewards_per_func
 from ...rollout.rollout import Rewards, Rollout
-from ..shared.context import Context
-from ..shared.prompting import Prompting
+from ..sampling.context import Context
+from ..sampling.prompting import Prompting
 from .teachers import prompts_under_view
 
 

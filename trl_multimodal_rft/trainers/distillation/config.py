@@ -10,9 +10,9 @@ from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view
-from ..shared.arguments import Needs, help_from_docstring, mapping
-from ..shared.batch_sizes import batch_options, batch_size, check_batches
-from ..shared.multimodal_config import SamplingArguments
+from ..base.arguments import Needs, help_from_docstring, mapping
+from ..base.batch_sizes import batch_options, batch_size, check_batches
+from ..base.multimodal_config import SamplingArguments
 
 
 @dataclass(frozen=True)

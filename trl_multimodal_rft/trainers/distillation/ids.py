@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from ...data.rows.labels import as_class_number, class_names
 from ...data.rows.names import TEACHER_ID
 from ...data.rows.unread import lists_columns
-from ..shared.dataset_checks import named_splits
+from ..base.dataset_checks import named_splits
 
 
 logger = get_logger(__name__)

@@ -14,9 +14,9 @@ from ...families import MODALITIES, input_modalities
 from ...forward.head import HeadRule, head_rule
 from ...models.pretrained import is_adapter, load_adapted
 from ...models.wrapped import unwrapped
-from ..shared.arguments import mapping, raise_first
-from ..shared.finite import check_frozen_weights
-from ..shared.loading import load_by_name
+from ..base.arguments import mapping, raise_first
+from ..base.finite import check_frozen_weights
+from ..base.loading import load_by_name
 from .config import SelfTeacher, is_address
 
 

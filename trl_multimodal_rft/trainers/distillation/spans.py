@@ -18,8 +18,8 @@ from ...policy import PolicyForward
 from ...rollout.completions import right_pad
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout, require
-from ..shared.context import Context
-from ..shared.prompting import Prompting
+from ..sampling.context import Context
+from ..sampling.prompting import Prompting
 
 
 class _Alignment(NamedTuple):
@@ -139,7 +139,11 @@ def aligned_metrics(rollout: Rollout, names: Mapping[int, str | None], indices: 
     metrics: dict[str, Metric] = {}
     for index, name in names.items():
         mask = rollout.loss_mask * (teachers == index)[:, None].to(rollout.loss_mask)
-        metrics["teacher/" + (f"{name}/" if name else "") + "aligned_frac"] = scored_mean(is_aligned, mask)
+        share = scored_mean(is_aligned, mask)
+        if name is None:
+            metrics["teacher/aligned_frac"] = share
+        else:
+            metrics[f"teacher/{name}/aligned_frac"] = share
     return metrics
 
 

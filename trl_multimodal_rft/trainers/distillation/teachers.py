@@ -41,12 +41,13 @@ from ...rollout.rollout import Prompted, Rollout, TeacherScores, require
 from ...rollout.stream import EncodedRow
 from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
-from ..shared.arguments import raise_first
-from ..shared.context import Context
-from ..shared.ema import MovingAverage
-from ..shared.offload import HostMemory, storages, weights
-from ..shared.prompting import Prompting
-from ..shared.scoring import Scoring, compile_models, enable_packing, prepare_reference
+from ..base.arguments import raise_first
+from ..base.ema import MovingAverage
+from ..base.preparation import compile_models, enable_packing, prepare_reference
+from ..sampling.context import Context
+from ..sampling.offload import HostMemory, storages, weights
+from ..sampling.prompting import Prompting
+from ..sampling.scoring import Scoring
 from .loading import (
     TeachersByName,
     divergence_head_rule,

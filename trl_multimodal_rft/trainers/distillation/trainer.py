@@ -23,12 +23,12 @@ from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
 from ...rollout.rollout import Rewards, Rollout, require
 from ...rollout.stream import EncodedRow
-from ..shared.arguments import mapping
-from ..shared.base import MultimodalTrainer
-from ..shared.ema import MovingAverage
-from ..shared.rollout_logs import log_media_contribution
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.arguments import mapping
+from ..base.ema import MovingAverage
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..sampling.rollout_logs import log_media_contribution
+from ..sampling.trainer import MultimodalTrainer
 from .best import choose_best, prompts_with
 from .config import MultimodalDistillationConfig
 from .ids import check_teacher_ids

@@ -12,9 +12,9 @@ from ...algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describ
 from ...rollout.token_filter import EntropySource
 from ...spelling import as_number, check_choice, read_settings, split_settings
 from ...views.options import LossView, view_option
-from ..shared.arguments import Needs, check_values, help_from_docstring, raise_first
-from ..shared.batch_sizes import batch_options
-from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
+from ..base.arguments import Needs, check_values, help_from_docstring, raise_first
+from ..base.batch_sizes import batch_options
+from ..base.multimodal_config import MultimodalArguments, check_range, check_sampling
 from .conflicts import conflicts_of_loss, conflicts_of_rewards, conflicts_of_view
 
 

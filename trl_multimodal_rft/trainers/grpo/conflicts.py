@@ -5,7 +5,7 @@ from typing import Any
 
 from ...algorithms.advantages import is_constant
 from ...rollout.engine_ratios import level_conflict
-from ..shared.arguments import Conflicts
+from ..base.arguments import Conflicts
 
 
 def conflicts_of_rewards(args: Any) -> Conflicts:

@@ -17,9 +17,9 @@ from ...rollout.ranks import local_rows
 from ...rollout.rollout import Rollout, ViewScores, require
 from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
-from ..shared.context import Context
-from ..shared.prompting import Prompting
-from ..shared.scoring import Scoring
+from ..sampling.context import Context
+from ..sampling.prompting import Prompting
+from ..sampling.scoring import Scoring
 
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from ...rollout.estimates import Estimates, has_signal, is_std_zero, normalize_t
 from ...rollout.ranks import gather_rows
 from ...rollout.rollout import Rewards, Rollout, require
 from ...rollout.token_filter import TokenFilter
-from ..shared.base import MultimodalTrainer
-from ..shared.rollout_logs import reward_index
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..sampling.rollout_logs import reward_index
+from ..sampling.trainer import MultimodalTrainer
 from .config import MultimodalGRPOConfig
 from .loss_views import dependency_head_rule, measure_dependency, weighed_by_dependency, with_view, with_view_term
 from .steps import gather_steps

@@ -9,8 +9,8 @@ from transformers import SchedulerType
 
 from ...algorithms.advantages import describe_estimators
 from ...spelling import as_number, check_choice, read_settings
+from ..base.arguments import check_values, help_from_docstring
 from ..grpo.config import MultimodalGRPOConfig
-from ..shared.arguments import check_values, help_from_docstring
 
 
 @dataclass(frozen=True)

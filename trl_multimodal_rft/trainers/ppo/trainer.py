@@ -50,15 +50,15 @@ from ...rollout.estimates import Estimates, has_signal, is_std_zero
 from ...rollout.ranks import gather_rows, local_rows
 from ...rollout.rollout import Rewards, Rollout, Values, require
 from ...rollout.score import score_values
+from ..base.arguments import check_arguments
+from ..base.dataset_checks import warn_of_unread_media
+from ..base.ema import MovingAverage
+from ..base.optimizer import freeze_parts, mark_group_parts, two_schedules
+from ..base.preparation import compile_models, disable_dropout
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from ..checkpoints.files import whole_state_dict
 from ..grpo.trainer import MultimodalGRPOTrainer
-from ..shared.arguments import check_arguments
-from ..shared.dataset_checks import warn_of_unread_media
-from ..shared.ema import MovingAverage
-from ..shared.optimizer import freeze_parts, mark_group_parts, two_schedules
-from ..shared.scoring import compile_models, disable_dropout
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from .config import MultimodalPPOConfig
 
 

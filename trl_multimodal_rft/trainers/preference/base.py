@@ -25,10 +25,10 @@ from ...forward.scores import ScoreRequest, Scores
 from ...models.modes import evaluation_mode
 from ...models.parts import check_base_is_kept
 from ...models.wrapped import is_unsharded, replaced
-from ..shared.loading import CONSTRUCTOR_OPTIONS, Models, load_reference, loading_in_trl
-from ..shared.reading import Batch, CompletionTrainer, map_splits
-from ..shared.rollout_logs import is_due
-from ..shared.signatures import Processor, Rows
+from ..base.loading import CONSTRUCTOR_OPTIONS, Models, load_reference, loading_in_trl
+from ..base.logs import is_due
+from ..base.signatures import Processor, Rows
+from ..reading.trainer import Batch, CompletionTrainer, map_splits
 from .data import completions_to_score
 
 

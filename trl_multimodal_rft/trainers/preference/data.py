@@ -25,8 +25,8 @@ from ...forward.scores import with_answer
 from ...policy import Completions, PolicyForward
 from ...rollout.view_prompts import view_of_row
 from ...views.views import View
-from ..shared.collator import ConfigT, RowCollator, missing_columns_error
-from ..shared.configs import ReadingConfig
+from ..base.configs import ReadingConfig
+from ..reading.collator import ConfigT, RowCollator, missing_columns_error
 
 
 if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only its own

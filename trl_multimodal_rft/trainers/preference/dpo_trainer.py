@@ -17,9 +17,9 @@ from ...forward.scores import Scores
 from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines
-from ..shared.reading import Batch, NumItems, load_for_scoring
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..reading.trainer import Batch, NumItems, load_for_scoring
 from .base import PreferenceTrainer
 from .data import COLUMNS, REFERENCE_COLUMNS, PreferenceCollator
 from .dpo_config import MultimodalDPOConfig

@@ -19,7 +19,7 @@ from ...data.rows.unread import lists_columns
 from ...encoding.join import padded
 from ...encoding.prompts import EncodedPrompt, check_ids
 from ...encoding.sequences import PreferencePair
-from ..shared.collator import missing_columns_error
+from ..reading.collator import missing_columns_error
 from .data import PairCollator
 from .kto_config import MultimodalKTOConfig
 

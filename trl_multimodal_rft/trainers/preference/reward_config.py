@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from trl import RewardConfig
 
-from ..shared.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
-from ..shared.multimodal_config import MediaArguments
+from ..base.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
+from ..base.multimodal_config import MediaArguments
 
 
 # Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an

@@ -23,10 +23,10 @@ from ...forward.scores import Scores
 from ...models.reward_model import as_reward_model, load_reward_model
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
-from ..shared.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
-from ..shared.reading import Batch, CompletionTrainer, NumItems, load_for_scoring
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..reading.trainer import Batch, CompletionTrainer, NumItems, load_for_scoring
 from .data import COLUMNS, COMPARISON_COLUMNS, ComparisonCollator, completions_to_score
 from .reward_config import MultimodalRewardConfig
 

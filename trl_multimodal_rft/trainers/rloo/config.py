@@ -6,8 +6,8 @@ from typing import Literal
 
 from trl import RLOOConfig
 
-from ..shared.arguments import check_values, help_from_docstring
-from ..shared.multimodal_config import MultimodalArguments, check_range, check_sampling
+from ..base.arguments import check_values, help_from_docstring
+from ..base.multimodal_config import MultimodalArguments, check_range, check_sampling
 
 
 @help_from_docstring

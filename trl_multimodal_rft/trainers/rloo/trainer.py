@@ -18,10 +18,10 @@ from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, leave_one_out
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rewards, Rollout, require
-from ..shared.base import MultimodalTrainer
-from ..shared.rollout_logs import reward_index
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..sampling.rollout_logs import reward_index
+from ..sampling.trainer import MultimodalTrainer
 from .config import MultimodalRLOOConfig
 
 

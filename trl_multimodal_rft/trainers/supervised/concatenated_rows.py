@@ -16,8 +16,8 @@ from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
 from ...versions import PACKAGE, installed_versions
-from ..shared.arguments import mapping
-from ..shared.signatures import Rows
+from ..base.arguments import mapping
+from ..base.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 
 

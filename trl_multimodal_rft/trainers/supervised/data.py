@@ -22,7 +22,7 @@ from ...encoding.concatenated import PART_LENGTHS, encode_concatenated
 from ...encoding.prompts import check_ids
 from ...encoding.sequences import SupervisedSequence
 from ...encoding.tokenized import row_labels
-from ..shared.collator import RowCollator, missing_columns_error
+from ..reading.collator import RowCollator, missing_columns_error
 from .config import MultimodalSFTConfig
 
 

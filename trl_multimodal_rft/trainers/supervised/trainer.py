@@ -22,10 +22,10 @@ from ...encoding.concatenated import PART_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
-from ..shared.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
-from ..shared.reading import Batch, CompletionTrainer, NumItems, load_for_scoring, map_splits
-from ..shared.setup import resolve_config
-from ..shared.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..base.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
+from ..base.setup import resolve_config
+from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
+from ..reading.trainer import Batch, CompletionTrainer, NumItems, load_for_scoring, map_splits
 from .concatenated_rows import Concatenator
 from .config import MultimodalSFTConfig
 from .data import SupervisedCollator, splits_rows

@@ -30,8 +30,8 @@ from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Prompted, Rollout
 from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, completions_without_tools, run_turns
+from ..base.configs import SamplingConfig, sampling_changes, stops_of
 from .asynchronous import AsynchronousSampling, probe_engine
-from .configs import SamplingConfig, sampling_changes, stops_of
 from .context import Context
 from .prompting import Prompting
 from .rollout_views import prompts_under_views, without_extra

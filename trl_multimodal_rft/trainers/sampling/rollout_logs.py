@@ -8,14 +8,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from huggingface_hub import CommitScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from ...algorithms.metrics import MetricLog
 from ...algorithms.signal import CAUSES
 from ...checks.media_contribution import media_contribution
 from ...data.rows.columns import strip_media
@@ -28,6 +26,7 @@ from ...rollout.estimates import Estimates, reward_metrics
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...views.views import View
+from ..base.logs import EvaluationMeans, ReadMetrics, is_due
 from .prompting import Prompting
 from .rewarding import Rewarding
 from .rollout_views import view_metrics
@@ -35,39 +34,6 @@ from .scoring import Scoring
 
 
 logger = get_logger(__name__)
-
-
-class EvaluationMeans(TrainerCallback):
-    """
-    Callback that keeps one value of each metric of an evaluation: the mean over the rows so far. TRL logs the mean of
-    batches, in which a row of a smaller last batch would count more. Metrics that are merged already stay as they are.
-    """
-
-    def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
-        self.metrics = metrics
-        self.accelerator = accelerator
-        self.n_rows = 0  # rows, or completions, in this rank's last batch
-        # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
-        self.counts: dict[str, float] = {}
-        self._totals: dict[str, float] = {}  # by metric, the number of rows, or values, of the batches so far
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
-    ):
-        [n_rows] = sum_over_ranks(self.accelerator, [float(self.n_rows)])
-        for name, values in self.metrics.items():
-            earlier = self._totals.get(name, 0.0)
-            count = self.counts.get(name, n_rows)
-            new_values = [value for value in values[name in self._totals :] if not math.isnan(value)]
-            if new_values and count:
-                mean = sum(new_values) / len(new_values)
-                self._totals[name] = earlier + count
-                mean += (values[0] - mean) * earlier / (earlier + count) if earlier else 0.0
-                self.metrics[name] = [mean]
-        self.counts = {}
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._totals = {}
 
 
 @dataclass
@@ -193,14 +159,6 @@ def reward_index(name: str | None, names: Sequence[str]) -> int:
     return names.index(name)
 
 
-def is_due(interval: int, step: int, n_steps: int) -> bool:
-    """
-    Returns whether a multiple of `interval` is among the numbers of the `n_steps` updates after update `step`. With an
-    interval of 10 and 4 updates, step 8 is due, since update 10 is among the updates 9 to 12.
-    """
-    return (step + n_steps) // interval > step // interval
-
-
 def log_media_contribution(prompting: Prompting, scoring: Scoring, rollout: Rollout, n_micro_batches: int) -> None:
     """
     Logs how far media change the log-probabilities of some completions, every `media_contribution_steps`.
@@ -219,18 +177,6 @@ def log_media_contribution(prompting: Prompting, scoring: Scoring, rollout: Roll
     batch = rollout.completions, rollout.loss_mask
     contribution = media_contribution(scoring.policy, context.model, *batch, encode)
     context.metrics.add(scoring.checks.smoothed(contribution))
-
-
-class ReadMetrics(TrainerCallback):
-    """Callback that reads pending metrics after an optimizer or evaluation step, before other callbacks log them."""
-
-    def __init__(self, metrics: MetricLog):
-        self.metrics = metrics
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self.metrics.read()
-
-    on_prediction_step = on_step_end
 
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:

@@ -12,12 +12,18 @@ from ...algorithms.metrics import MetricLog
 from ...policy import Live
 
 
-def attribute_of(holder: str, name: str) -> Any:
+def attribute_of(holder: str, name: str, is_late: bool = False) -> Any:
     """
     Returns a property for the attribute `name` of another object, which the instance has as `holder`. With the holder
-    `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`.
+    `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`. If `is_late`, values
+    that TRL's constructor sets before there is a holder are those that the holder begins with, and are dropped.
     """
-    return property(attrgetter(f"{holder}.{name}"), lambda owner, value: setattr(getattr(owner, holder), name, value))
+
+    def set_value(owner: Any, value: Any) -> None:
+        if not is_late or holder in vars(owner):
+            setattr(getattr(owner, holder), name, value)
+
+    return property(attrgetter(f"{holder}.{name}"), set_value)
 
 
 @dataclass(frozen=True)

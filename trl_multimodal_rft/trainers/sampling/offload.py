@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .ema import MovingAverage
+from ..base.ema import MovingAverage
 
 
 # Storages by their addresses in torch, so that tensors that share a storage count once

@@ -1,22 +1,17 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loading of models, processors, reward functions and references in a constructor, before TRL's runs."""
+"""Arguments of the trainers that sample, checked before anything is loaded."""
 
 import atexit
-import logging
 from asyncio import AbstractEventLoop
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import (
-    AutoProcessor,
-    BitsAndBytesConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -28,114 +23,103 @@ from trl.trainer.utils import (
     start_event_loop_in_daemon,
 )
 
-from ...encoding.processors import adopt_template, check_processor, load_processor
+from ...encoding.processors import load_processor
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.samplers import Sampler
-from ...families import MODALITIES, family_of
+from ...families import MODALITIES
 from ...models.modes import fix_encoders
-from ...models.parts import check_adapter, check_base_is_kept, freeze_as_built
-from ...models.pretrained import is_adapter, load_model, policy_class, require_all_weights, trained_part
+from ...models.parts import check_adapter, check_base_is_kept
+from ...models.pretrained import is_adapter
 from ...models.reward_model import check_scores, load_trained_reward_model
 from ...models.wrapped import replaced, unwrapped
-from ...policy import training_obstacle
 from ...rewards.model import RewardModel
-from ...rollout.environments import Environments
+from ...rewards.named import as_reward_funcs
+from ...rollout.environments import Environments, rows_for_environments
 from ...rollout.reward_functions import RewardFunctions
-from .arguments import mapping
-from .configs import SamplingConfig, TrainerConfig, needs_reference
-from .dataset_checks import check_takes_media
-from .inputs import Inputs
-from .setup import NO_NAME, check_engine_format, check_head_cast, check_name, prepare_for_tools
-from .signatures import Adapter, Processor
+from ..base.arguments import check_arguments, mapping
+from ..base.configs import SamplingConfig, needs_reference
+from ..base.dataset_checks import check_kept_columns, check_takes_media, modalities, warn_of_unread_media
+from ..base.loading import CONSTRUCTOR_OPTIONS, Models, image_token_id, load_parts, load_reference, loading_in_trl
+from ..base.setup import (
+    check_engine_format,
+    check_head_cast,
+    check_launch,
+    check_name,
+    prepare_for_tools,
+    warn_of_excluded_tokens,
+)
+from ..base.signatures import Model, Processor
 
 
-logger = get_logger(__name__)
-
-
-def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> AbstractContextManager[None]:
-    """
-    Returns a context in which a config has an `image_token_id`, which TRL reads for every processor. A config without
-    this entry gets the smallest of the `placeholders`.
-    """
-    has_token_id = hasattr(config, "image_token_id")
-    return nullcontext() if has_token_id else replaced(config, image_token_id=min(placeholders, default=None))
-
-
-@contextmanager
-def loading_in_trl(by_name: bool):
-    """
-    Raises an error within the context if TRL loads incomplete weights. With `by_name`, this package has already loaded
-    the model with `model_init_kwargs`, so TRL's warning that they are unused is hidden.
-    """
-
-    def is_shown(record: logging.LogRecord):
-        return not (by_name and "but your model is already instantiated" in record.getMessage())
-
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("trl.trainer.")]
-    for trl_logger in loggers:
-        trl_logger.addFilter(is_shown)
-    try:
-        with require_all_weights():
-            yield
-    finally:
-        for trl_logger in loggers:
-            trl_logger.removeFilter(is_shown)
+if TYPE_CHECKING:
+    from trl.trainer.grpo_trainer import RewardFunc
 
 
 @dataclass(frozen=True)
-class Models:
-    """Policy, reference and processor, checked and loaded before TRL's constructor."""
+class Inputs:
+    """Arguments of a trainer's constructor, checked."""
 
-    model: PreTrainedModel
-    processing_class: Processor
-    processor_source: dict[str, Any] | None  # arguments that load the processor again, if it was loaded here
-    revision: str | None  # of the model, if it was loaded here
-    by_name: bool  # whether the model was loaded here
-    ref_model: PreTrainedModel | None = None  # reference, if this package loads it, and not TRL
+    model: Model
+    args: SamplingConfig
+    processing_class: Processor | None
+    reward_funcs: list[Any] | None
+    datasets: dict[str, Any]  # `train_dataset` and `eval_dataset`, as they were passed
+    for_trl: dict[str, Any]  # further arguments of TRL's constructor, with a dataset in any case
+    reward_processing_classes: Processor | list[Processor | None] | None = None
+    ref_model: PreTrainedModel | None = None
+    tools: Sequence[Callable] | None = None
+    environment_factory: Callable | dict[str, Callable] | None = None
+    rollout_func: Callable[..., dict[str, Any]] | None = None
+    sampler: Sampler | None = None
 
-    def load_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase:
-        """Returns the processor as transformers loads it, or the processor that was passed."""
-        source = self.processor_source
-        return self.processing_class if source is None else AutoProcessor.from_pretrained(**source)
+    @property
+    def uses_tools(self) -> bool:
+        """`True` if completions call tools of the user or of environments."""
+        return bool(self.tools) or self.environment_factory is not None
+
+    @property
+    def makes_prompts(self) -> bool:
+        """`True` if environments or the user's function make prompts, and the rows may have none."""
+        return self.rollout_func is not None or self.environment_factory is not None
 
 
-def load_parts(
-    model: Any,
-    args: TrainerConfig,
+# Arguments that TRL's constructor doesn't get
+_OWN = ("reward_processing_classes", "ref_model", "tools", "environment_factory", "rollout_func", "sampler")
+
+
+def check_inputs(
+    model: Model,
+    reward_funcs: "RewardFunc | list[RewardFunc] | None",
+    args: SamplingConfig,
     processing_class: Processor | None,
-    quantization_config: BitsAndBytesConfig | None,
-    max_completion_length: int | None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> Models:
+    knows_rows: bool = True,
+    **kwargs: Any,
+) -> Inputs:
     """
-    Loads a model by its name with `load`, and a missing processor. Raises `ValueError` if the model can't be trained.
+    Returns the arguments of a trainer's constructor. Raises an error if they don't fit each other or the launch. Media
+    of the datasets are looked for if `knows_rows`, that is if the datasets hold the rows of the run.
     """
-    if hasattr(model, "model_for"):  # an actor of `lightrft`; the trainer takes its model
-        model = model.model_for(args)
-    by_name = isinstance(model, str)
-    if by_name:
-        model = load_policy(model, args, quantization_config, load)
-    # Reward models have another `load`, and need no LM head
-    if load is load_model and not model.can_generate():
-        class_name = policy_class(model.config).__name__
-        raise ValueError(
-            f"{type(model).__name__} has no LM head; pass the model's name or folder, or load it as {class_name}."
-        )
-    revision = mapping(args.model_init_kwargs).get("revision") if by_name else None
-    processor_source: Any = None
-    if processing_class is None:
-        name = get_config_model_id(model.config)
-        if not name:
-            raise ValueError(f"{NO_NAME} its processor would be loaded; pass `processing_class`.")
-        processing_class = load_processor(name, revision, args.trust_remote_code)
-        processor_source = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        processor_source["pretrained_model_name_or_path"] = name
-    adopt_template(processing_class)
-    reason = training_obstacle(model, processing_class, max_completion_length)
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} ({model.config.model_type}) can't be trained: {reason}.")
-    check_processor(processing_class)
-    return Models(model, processing_class, processor_source, revision, by_name)
+    check_arguments(reward_funcs, args=args, processing_class=processing_class, **kwargs)
+    check_launch(args, model)
+    warn_of_excluded_tokens(args)
+    reward_funcs = None if reward_funcs is None else as_reward_funcs(reward_funcs)
+    check_kept_columns(args, reward_funcs, kwargs.get("train_dataset"))
+    inputs = Inputs(
+        model=model,
+        args=args,
+        processing_class=processing_class,
+        reward_funcs=reward_funcs,
+        datasets={name: kwargs.get(name) for name in ("train_dataset", "eval_dataset")},
+        for_trl={name: value for name, value in kwargs.items() if name not in _OWN},
+        **{name: kwargs[name] for name in _OWN if name in kwargs},
+    )
+    if knows_rows and inputs.environment_factory is None:  # environments may read any column
+        functions = () if inputs.rollout_func else reward_funcs or ()
+        warn_of_unread_media(args, inputs.datasets, modalities(model, args), reward_funcs=functions)
+    if inputs.datasets["train_dataset"] is None:
+        rows = rows_for_environments(inputs.environment_factory, args)
+        inputs = replace(inputs, for_trl={**inputs.for_trl, "train_dataset": rows})
+    return inputs
 
 
 def load_for_sampling(inputs: Inputs) -> Models:
@@ -173,10 +157,6 @@ def load_for_sampling(inputs: Inputs) -> Models:
         option = "sync_ref_model=True" if args.sync_ref_model else "beta=0"
         raise ValueError(f"`ref_model` was passed, which `{option}` doesn't use; change one of them.")
     return replace(models, ref_model=ref_model)
-
-
-# Options that are off in TRL's constructor, because the trainers here handle signals and compile layers themselves
-CONSTRUCTOR_OPTIONS: dict[str, Any] = {"enable_jit_checkpoint": False, "torch_compile_backend": "no"}
 
 
 @contextmanager
@@ -308,68 +288,3 @@ def with_media_reader(
         template_kwargs=template_kwargs,
         audio_overlong=args.audio_overlong,
     )
-
-
-def load_policy(
-    name: str,
-    args: TrainerConfig,
-    quantization_config: BitsAndBytesConfig | None = None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> PreTrainedModel:
-    """Loads the policy by its name. Raises `ValueError` for two quantization configs."""
-    init_kwargs = mapping(args.model_init_kwargs)
-    if quantization_config is not None and "quantization_config" in init_kwargs:
-        raise ValueError(
-            "`quantization_config` is set both as a trainer argument and in `args.model_init_kwargs`. Set it as a "
-            "trainer argument."
-        )
-    model = load_by_name(name, args, init_kwargs, quantization_config, load)
-    freeze_as_built(model)
-    return model
-
-
-def load_by_name(
-    name: str,
-    args: TrainerConfig,
-    init_kwargs: dict[str, Any],
-    quantization_config: BitsAndBytesConfig | None = None,
-    load: Callable[..., PreTrainedModel] = load_model,
-) -> PreTrainedModel:
-    """Loads a model as TRL does. With several ranks, sets no `device_map`, because each rank places its own copy."""
-    load_kwargs = {"trust_remote_code": args.trust_remote_code, **init_kwargs}
-    if quantization_config is not None:
-        load_kwargs["quantization_config"] = quantization_config
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ["MULTI_GPU", "DEEPSPEED"]:
-        load_kwargs["device_map"] = None
-    return load(name, **load_kwargs)
-
-
-def load_reference(
-    model: PreTrainedModel,
-    args: TrainerConfig,
-    peft_config: Adapter = None,
-    quantization_config: BitsAndBytesConfig | None = None,
-) -> PreTrainedModel | None:
-    """
-    Loads the reference if the policy is only a part of the model in its folder, such as the thinker of Qwen2.5-Omni.
-    TRL would load the whole model.
-
-    Returns the reference, or `None` if TRL can load it, or if the policy without its adapter is the reference.
-    """
-    if peft_config is not None or is_peft_model(model):
-        return None
-    name = get_config_model_id(model.config)
-    if not name:
-        raise ValueError(
-            "The model has no path from which to load its reference; save the model and pass the folder, or pass a "
-            "copy as `ref_model`, if the trainer takes it."
-        )
-    if not family_of(model).trained_part or trained_part(name, **mapping(args.model_init_kwargs)) is None:
-        return None
-    if getattr(args, "cast_lm_head_to_fp32", False):
-        raise ValueError(
-            f"`cast_lm_head_to_fp32` needs a reference that TRL loads, and TRL can't load the reference of {name!r}; "
-            "remove the option, or set `beta=0`."
-        )
-    init_kwargs = {"dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
-    return load_by_name(name, args, {**init_kwargs, **mapping(args.model_init_kwargs)}, quantization_config)

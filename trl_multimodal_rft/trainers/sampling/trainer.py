@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,47 +35,37 @@ from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import without_gradient
 from ...rollout.turns import ToolLoop
+from ..base.dataset_checks import unchecked_datasets
+from ..base.loading import Models
+from ..base.optimizer import freeze_and_check
+from ..base.preparation import compile_models, disable_dropout, enable_packing, make_forward, prepare_reference
+from ..base.signatures import Model, Processor
+from ..base.trainer import BaseTrainer
 from .batches import Batches
 from .context import Context, attribute_of
-from .dataset_checks import unchecked_datasets
 from .engine import GenerationParts, make_samplers
-from .inputs import Inputs, check_inputs
-from .loading import (
-    Models,
+from .inputs import (
+    Inputs,
     around_trl_constructor,
+    check_inputs,
     load_for_sampling,
     reward_setup,
     start_loop,
     wrap_reward_models,
 )
 from .offload import HostMemory, idle_storages
-from .optimizer import freeze_and_check
 from .prompting import Prompting
 from .prompts import make_prompts, prompt_loader
 from .rewarding import Rewarding
 from .rollout_logs import RolloutLog, log_media_contribution, reward_index
 from .sampling import Ends, Sampling
-from .scoring import Scoring, compile_models, disable_dropout, enable_packing, make_forward, prepare_reference
-from .signatures import Model, Processor
-from .trainer import BaseTrainer
+from .scoring import Scoring
 
 
 logger = get_logger(__name__)
 
 # TRL's methods that log what reward functions pass to these arguments
 _LOG_METHODS = {"log_extra": "_log_completion_extra", "log_metric": "_log_metric"}
-
-
-def _kept_by_batches(name: str) -> Any:
-    """
-    Returns a property for a field of `_batches`. TRL's constructor, before there are `_batches`, sets its first value.
-    """
-
-    def set_value(trainer: Any, value: Any) -> None:
-        if "_batches" in vars(trainer):
-            setattr(trainer._batches, name, value)
-
-    return property(attrgetter(f"_batches.{name}"), set_value)
 
 
 class MultimodalTrainer(BaseTrainer):
@@ -111,8 +100,8 @@ class MultimodalTrainer(BaseTrainer):
     in_flight = attribute_of("_sampling", "in_flight")
     vllm_generation = attribute_of("_sampling", "engine")
     # TRL's names of what `_batches` keeps
-    _step = _kept_by_batches("n_trained")
-    _buffered_inputs = _kept_by_batches("parts")
+    _step = attribute_of("_batches", "n_trained", is_late=True)
+    _buffered_inputs = attribute_of("_batches", "parts", is_late=True)
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
     num_iterations: Any = 1

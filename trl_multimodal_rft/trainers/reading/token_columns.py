@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from datasets import Dataset, IterableDataset
 
 from ...data.rows.batches import Row
-from .signatures import Rows
+from ..base.signatures import Rows
 
 
 # Returns the columns of tokens of a row, none for a row with media

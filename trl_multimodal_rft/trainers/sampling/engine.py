@@ -25,15 +25,15 @@ from ...engines.vllm_servers import Servers
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
 from ...policy import PolicyForward
+from ..base.arguments import mapping
+from ..base.configs import SamplingConfig
+from ..base.dataset_checks import media_limits
+from ..base.finite import naming_broken_logits
+from ..base.setup import warn_of_unused_recommendations
 from ..checkpoints.files import checkpoints, step_of
-from .arguments import mapping
-from .configs import SamplingConfig
 from .context import Context
-from .dataset_checks import media_limits
-from .finite import naming_broken_logits
 from .offload import HostMemory, storages, weights
 from .prompting import Prompting
-from .setup import warn_of_unused_recommendations
 
 
 logger = get_logger(__name__)

@@ -1,13 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-What scores completions, made in a constructor after TRL's: the forwards of policy and reference, with their heads,
-packed rows, compiled layers and checks.
-"""
+"""Preparation of models for scores: fused heads, packed rows, dropout, compilation, and references."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -16,67 +11,22 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import use_adapter
 
-from ...checks.run_checks import Checks
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
 from ...forward.features import install_encoder_attention
 from ...forward.head import add_fused_head, head_rule
 from ...forward.masks import sharing_obstacle
-from ...forward.scores import Scores
 from ...models.modes import turn_off_dropout
-from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
-from ...rollout.rollout import Rollout
-from ...rollout.score import score_in_batches
 from ...views.options import LossView
 from .arguments import mapping
 from .configs import SamplingConfig, TrainerConfig
-from .context import Context
-from .finite import check_weights
 from .signatures import Processor
 
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class Scoring:
-    """Stage that scores completions under the policy and its reference, and checks these scores."""
-
-    context: Context
-    policy: PolicyForward
-    checks: Checks
-    checked_step: int | None = None  # step at which the weights were last checked before sampling
-
-    def check_weights(self) -> None:
-        """Raises an error before sampling if weights aren't finite. Checks only once per update, on all ranks."""
-        context = self.context
-        if self.checked_step != context.step:
-            check_weights(context.model, context.accelerator, context.step, "no completions can be sampled")
-            self.checked_step = context.step
-
-    @torch.no_grad()
-    def score(self, model: nn.Module, rollout: Rollout) -> Scores:
-        """Returns scores of a rollout, or of a part of it, without gradients."""
-        policy: Any = self.context.model
-        with disable_gradient_checkpointing(policy, self.context.args.gradient_checkpointing_kwargs):
-            return score_in_batches(self.policy, model, rollout, self.context.batch_size)
-
-    def by_reference(self, rollout: Rollout) -> Scores:
-        """
-        Returns a rollout's scores under the reference: a separate model, or else the policy with the adapter `ref`
-        or without an adapter.
-        """
-        context = self.context
-        if context.live.ref_model is not None:
-            return self.score(context.live.ref_model, rollout)
-        model: Any = context.accelerator.unwrap_model(context.model)
-        with kept_requires_grad(model), use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self.score(context.model, rollout)
 
 
 def make_forward(

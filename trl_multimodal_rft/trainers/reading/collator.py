@@ -24,8 +24,8 @@ from ...encoding.processors import checked_texts
 from ...encoding.prompts import placeholder_tokens, plain_outputs
 from ...encoding.supervised import SupervisedEncoder
 from ...rollout.stream import EncodedRow
-from .configs import ReadingConfig
-from .dataset_checks import check_takes_media
+from ..base.configs import ReadingConfig
+from ..base.dataset_checks import check_takes_media
 
 
 # Names that a row's `chat_template_kwargs` can't have: `messages`, and arguments of `apply_chat_template` except

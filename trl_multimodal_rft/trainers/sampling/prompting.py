@@ -20,8 +20,8 @@ from ...rollout.collect import collect
 from ...rollout.environments import Environments
 from ...rollout.rollout import Prompted
 from ...rollout.stream import EncodedRow, RowStream, warn_of_positions
+from ..base.dataset_checks import check_held_out, unchecked_datasets, warn_of_unread_media
 from .context import Context
-from .dataset_checks import check_held_out, unchecked_datasets, warn_of_unread_media
 
 
 logger = get_logger(__name__)
@@ -114,7 +114,7 @@ class Prompting:
     def check_held_out(self, datasets: Mapping[str, Any]) -> None:
         """
         Checks the first rows of datasets for evaluation before training begins, see
-        [`~trainers.shared.dataset_checks.check_held_out`].
+        [`~trainers.base.dataset_checks.check_held_out`].
         """
         self.unchecked_datasets |= unchecked_datasets(datasets)
         takes = input_modalities(self.encoder.model)

@@ -40,16 +40,16 @@ from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.row_pass import ReadRow
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
-from .arguments import check_arguments
-from .dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
-from .loading import Models, load_parts
-from .optimizer import freeze_and_check
-from .rollout_logs import EvaluationMeans, ReadMetrics
-from .scoring import compile_models, disable_dropout
-from .setup import check_launch
-from .signatures import EvalRows, Processor, Rows
+from ..base.arguments import check_arguments
+from ..base.dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
+from ..base.loading import Models, load_parts
+from ..base.logs import EvaluationMeans, ReadMetrics
+from ..base.optimizer import freeze_and_check
+from ..base.preparation import compile_models, disable_dropout
+from ..base.setup import check_launch
+from ..base.signatures import EvalRows, Processor, Rows
+from ..base.trainer import BaseTrainer
 from .token_columns import TokenColumns
-from .trainer import BaseTrainer
 
 
 logger = get_logger(__name__)
@@ -61,7 +61,7 @@ NumItems = torch.Tensor | int | None
 class CompletionTrainer(BaseTrainer):
     """
     Base of the trainers on datasets with completions. A subclass sets TRL's `data_collator` to a
-    [`~trainers.shared.collator.RowCollator`].
+    [`~trainers.reading.collator.RowCollator`].
     """
 
     data_collator: Any

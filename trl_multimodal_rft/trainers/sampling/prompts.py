@@ -19,10 +19,10 @@ from ...engines.vllm_prompts import EnginePrompts
 from ...policy import Live
 from ...rollout.environments import Environments
 from ...rollout.stream import RowStream
+from ..base.configs import SamplingConfig
+from ..base.signatures import Processor
 from .asynchronous import row_encoder
-from .configs import SamplingConfig
 from .inputs import Inputs
-from .signatures import Processor
 
 
 @dataclass(frozen=True)

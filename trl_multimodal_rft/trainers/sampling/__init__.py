@@ -1,0 +1,9 @@
+# Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
+"""
+What the trainers that sample completions share.
+
+- `trainer` is their base. `inputs` checks and loads the arguments of their constructors, `prompts` makes what reads
+  rows, and `engine` what samples.
+- The stages of a rollout, in their order: `prompting`, `sampling`, `scoring`, `rewarding` and `batches`, all of which
+  read `context`; with `asynchronous`, `rollout_views` and `offload` as options. `rollout_logs` logs them.
+"""
