@@ -30,12 +30,17 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
         metrics = {key: value for key, value in trainer.state.log_history[0].items() if "sampl" in key}
         lost = trainer.state.log_history[0]["signal/engine_ratios"]
         assert (lost > 0) == (corrects and mode == "sequence_mask")
-        runs.append((inputs, metrics))
-    (grpo, expected), (rloo, metrics), (uncorrected, without) = runs
+        runs.append((inputs, metrics, trainer.state.log_history[0]["loss"]))
+    (grpo, expected, _), (rloo, metrics, loss), (uncorrected, without, uncorrected_loss) = runs
     assert len(expected) == 6 and expected == pytest.approx(metrics, rel=1e-5)
     assert [*without] == ["sampling/no_logp_frac"]
     ratios = grpo.importance_sampling_ratio[:, 0]
-    torch.testing.assert_close(rloo.advantages, ratios * uncorrected.advantages)
+    torch.testing.assert_close(rloo.importance_sampling_ratio[:, 0], ratios)
+    torch.testing.assert_close(rloo.advantages, uncorrected.advantages)
+    # On-policy, each completion's ratio to the old policy is 1
+    assert loss == pytest.approx(-(ratios * rloo.advantages).mean().item(), abs=1e-4)
+    assert uncorrected_loss == pytest.approx(-rloo.advantages.mean().item(), abs=1e-4)
+    assert abs(loss - uncorrected_loss) > 0.01
     assert uncorrected.advantages.abs().min() > 0
     inside = (ratios > 0.001) & (ratios < 1)
     assert inside.any() and not inside.all()

@@ -63,7 +63,7 @@ def check_sources(
                 "of the config.",
             ),
             (
-                teacher is not None and teacher is student,
+                isinstance(teacher, nn.Module) and teacher is student,
                 "`teacher_model` is the student itself; leave it out, and set `teacher_view`.",
             ),
             (

@@ -43,7 +43,7 @@ from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
 from ..base.arguments import raise_first
 from ..base.ema import MovingAverage
-from ..base.preparation import compile_models, enable_packing, prepare_reference
+from ..base.preparation import compile_models, disable_dropout, enable_packing, prepare_reference
 from ..sampling.context import Context
 from ..sampling.offload import HostMemory, storages, weights
 from ..sampling.prompting import Prompting
@@ -447,6 +447,7 @@ def _prepared(
     reading: dict[str, Any] = {} if obstacle is None else _separate_reading(prompting, student, model, name)
     # Prepared as a reference is. Offloading of a single teacher is that of the reference, too
     prepared: Any = prepare_reference(source, args, context.accelerator)
+    disable_dropout(args, prepared)
     packs = enable_packing(context.accelerator, prepared, None, args)
     compile_models(context.accelerator, args, prepared)
     memory = HostMemory(args.device) if args.offload_during_generation and name is not None else None

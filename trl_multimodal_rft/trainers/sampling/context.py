@@ -15,8 +15,8 @@ from ...policy import Live
 def attribute_of(holder: str, name: str, is_late: bool = False) -> Any:
     """
     Returns a property for the attribute `name` of another object, which the instance has as `holder`. With the holder
-    `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`. If `is_late`, values
-    that TRL's constructor sets before there is a holder are those that the holder begins with, and are dropped.
+    `_live` and the name `model`, the property `trainer.model` reads and sets `trainer._live.model`. If `is_late`,
+    values that TRL's constructor sets before there is a holder are those that the holder begins with, and are dropped.
     """
 
     def set_value(owner: Any, value: Any) -> None:
