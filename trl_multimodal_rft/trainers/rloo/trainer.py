@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, TrainerCallback
@@ -132,6 +133,13 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
         self._metric_log.add({"kl": kl_sum / max(n_tokens, 1.0)})
         return self.accelerator.gather(kl.sum(1))
+
+    def _batch_settings(self) -> dict[str, Any]:
+        args = self.args
+        settings = super()._batch_settings()
+        if args.use_vllm and args.vllm_importance_sampling_correction:
+            settings["engine_ratios"] = "in the loss"  # older checkpoints have them in the advantages
+        return settings
 
     # Update
 
