@@ -170,9 +170,7 @@ def estimate(parser: Parser) -> None:
         default="colocate",
         help="whether vLLM shares the GPUs of training, or has others",
     )
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="find a run that fits, and print a file for its `--config`")
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
