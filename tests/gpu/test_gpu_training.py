@@ -26,7 +26,7 @@ from transformers import Qwen2_5_VLProcessor
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import parsers
 from trl_multimodal_rft.cli.options import Parser
-from trl_multimodal_rft.extras import estimate, micro_batch
+from trl_multimodal_rft.extras import estimate
 from trl_multimodal_rft.extras.micro_batch import Watch
 from trl_multimodal_rft.forward import head
 
