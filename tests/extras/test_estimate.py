@@ -229,7 +229,8 @@ def test_options_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(estimate, "run", seen.append)
     main(["estimate", "--config", "qwen2_5_vl_7b/geometry3k_grpo"])
     main(["estimate", "--config=qwen2_5_vl_7b/geometry3k_grpo_qlora", "--num_generations", "4", "--gpus", "2"])
-    main(["estimate", "--config", "qwen2_5_omni_7b/audiomcq_sft", "--strategy", "zero2"])
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\npacking: true\n")
+    main(["estimate", "--config", str(tmp_path / "sft.yaml"), "--strategy", "zero2"])
     main(["estimate", "--config", str(tmp_path / "run.yaml")])
     first, second, third, replicated = map(vars, seen)
     assert (replicated["strategy"], replicated["gpus"]) == ("fsdp2", 8)  # of 16, which hold the shards twice

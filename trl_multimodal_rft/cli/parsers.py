@@ -15,7 +15,6 @@ from .preflight import integer, process_count
 # Names of the loaders, by layout
 LAYOUTS = {
     "avqa": "load_avqa",
-    "audiomcq": "load_audiomcq",
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
     "avqa-r1": "load_avqa_r1",
@@ -215,9 +214,5 @@ def prepare(parser: Parser) -> None:
     add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
     add("--prompt_key", help="column of the problem (default: problem)")
     add("--answer_key", help="column of the answer (default: answer)")
-    contribution_help = (
-        "of AudioMCQ, keep rows that most models answer only with the audio (strong), or also without (weak)"
-    )
-    add("--contribution", choices=("weak", "strong"), help=contribution_help)
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--media_rules", type=parse_json, help=_RULES_HELP)
