@@ -95,7 +95,6 @@ def check(parser: Parser) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
-    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
 def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
@@ -209,7 +208,7 @@ def prepare(parser: Parser) -> None:
     template_help = f"prompt template. Its fields depend on the layout: {fields}. For a judge: {judge_fields}"
     add("--template", help=template_help)
     add("--skip_missing", action="store_true", default=None, help="drop rows whose audio file is missing")
-    task_help = "sft: whole conversations, or prompts with completions; rl: prompts with a solution"
+    task_help = "sft: whole conversations; rl: prompts with a solution"
     task_help += "; dpo: pairs; kto: labelled completions; judge: pairs in both orders"
     add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
     add("--prompt_key", help="column of the problem (default: problem)")

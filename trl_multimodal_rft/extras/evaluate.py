@@ -27,8 +27,6 @@ from ..printable import printable
 from ..progress import announce
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
-from .curves import save_figure
-from .plots import accuracies, check_plot
 
 
 logger = get_logger(__name__)
@@ -73,11 +71,6 @@ class EvaluationArguments(ToolArguments):
         "default they are allowed with a warning.",
     )
     output_dir: str = option("outputs/evaluate", "Folder for the results.")
-    plot: str | None = option(
-        None,
-        "PNG file for a picture: of the accuracies with their intervals (`evaluate`), or of the rows' pass rates "
-        "(`filter`).",
-    )
     trust_remote_code: bool = option(False, "Run code that comes with a model.")
 
 
@@ -214,7 +207,6 @@ def main(
     script_args: RFTScriptArguments, evaluation_args: PairArguments, config: EvaluationConfig, model_args: ModelConfig
 ) -> None:
     """Evaluates a model, a judge or a reward model, prints metrics and some answers, and saves metrics and rows."""
-    check_plot(evaluation_args.plot)
     baseline = evaluation_args.compare_with
     if baseline is not None and not Path(baseline, "rows.parquet").is_file():
         raise ValueError(
@@ -240,8 +232,6 @@ def main(
         result.metrics |= {} if baseline is None else gains(result, baseline)
     finally:
         result.save(evaluation_args.output_dir)
-    if evaluation_args.plot is not None and accelerator.is_main_process:
-        save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(printable(summary(result)))
     if benchmark is None and "[" not in split and train_split in (split, single_split):
         accelerator.print(f"The rows are those of {train_split!r}, which training may have used.")

@@ -225,19 +225,18 @@ def _measure_micro_batch(
 ) -> int:
     """Returns the peak bytes of a forward and backward pass, which scores all completions in one row."""
     n_scored = n_completions * args.completion_tokens
-    baseline = []  # counted in `memory`
-    for parameter in (each for network in networks for each in network.parameters()):
-        baseline.append(parameter)
-        if parameter.requires_grad:  # the gradient exists from the second micro-batch on
-            parameter.grad = torch.empty_like(parameter)
-            baseline.append(parameter.grad)
-    with Watch([*baseline, *(buffer for network in networks for buffer in network.buffers())]) as watch:
+    baseline: list[torch.Tensor] = []  # counted in `memory`
+    for network in networks:
+        baseline += [*network.parameters(), *network.buffers()]
+        for parameter in network.parameters():
+            if parameter.requires_grad:  # the gradient exists from the second micro-batch on
+                parameter.grad = torch.empty_like(parameter)
+                baseline.append(parameter.grad)
+    with Watch(baseline) as watch:
         loss = torch.zeros((), device=networks[0].device)
         for network in networks:
-            for modality in network.input_modalities if has_media else ():
-                inputs = _media_inputs(args, network, modality, n_prompts)
-                outputs = getattr(network, f"get_{modality}_features")(**inputs) if inputs else ()
-                loss = loss + sum(tensor.float().mean() for tensor in _tensors(dict(outputs) if inputs else ()))
+            if has_media:
+                loss = loss + sum(tensor.float().mean() for tensor in _media_features(args, network, n_prompts))
             ids = torch.zeros(1, n_prompts * args.prompt_tokens + n_scored, dtype=torch.long, device=network.device)
             states = network.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0, -n_scored:]
             head = network.get_output_embeddings() if network is networks[0] else None
@@ -245,6 +244,15 @@ def _measure_micro_batch(
             del states
         loss.backward()
     return watch.peak
+
+
+def _media_features(args: argparse.Namespace, model: PreTrainedModel, n_prompts: int) -> list[torch.Tensor]:
+    features = []
+    for modality in model.input_modalities:
+        inputs = _media_inputs(args, model, modality, n_prompts)
+        if inputs:
+            features += _tensors(dict(getattr(model, f"get_{modality}_features")(**inputs)))
+    return features
 
 
 def _media_inputs(
@@ -266,7 +274,7 @@ def _media_inputs(
             "input_features": torch.empty(n, model.config.audio_config.num_mel_bins, frames, device=model.device)
         }
         inputs |= {name: torch.ones(n, frames, dtype=torch.long) for name in names if name.endswith("mask")}
-        return {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in inputs.items()}
+        return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
     vision = model.config.vision_config
     channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if "image_grid_thw" not in names:
