@@ -15,10 +15,10 @@ from helpers.trainer_utils import load, saved
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
-from trl_multimodal_rft.data.rows.letters import without_letters
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.extras import evaluate as evaluate_script
 from trl_multimodal_rft.rewards import choice_reward
+from trl_multimodal_rft.rewards.letters import without_letters
 from trl_multimodal_rft.rewards.ready.choices import named_choice
 
 

@@ -11,8 +11,8 @@ from datasets import Audio, Dataset, concatenate_datasets
 
 from ...data.reading.refs import shortened
 from ...data.rows.labels import with_class_names
-from ...data.rows.letters import without_letters
 from ...data.rows.load import json_file, load_rows, read_json, required
+from ...rewards.letters import without_letters
 
 
 logger = logging.getLogger(__name__)
