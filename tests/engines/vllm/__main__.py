@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs the tests with vLLM's engine: `python tests/engines/vllm`, those of files, `python tests/engines/vllm test_tools.py`,
-or with `-m slow` the slow ones. Other options, such as `--durations=20`, are pytest's, whose output is then printed.
+Runs the tests with vLLM's engine: `python tests/engines/vllm`, those of files, `python tests/engines/vllm
+test_tools.py`, or with `-m slow` the slow ones. Other options, such as `--durations=20`, are pytest's, whose output is
+then printed.
 
 Each file has a process of its own, as engines leave memory behind, but for groups that share a server or models. These
 processes, and the servers of tests, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first
