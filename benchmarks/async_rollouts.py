@@ -35,7 +35,9 @@ from measuring import command_line, conditions, count, markdown, parse_options, 
 from transformers import TrainerCallback
 
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / each) for each in ("examples", "tests", "tests/engine"))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / each) for each in ("examples", "tests", "tests/engines/vllm")
+)
 
 from demo import DEMO_ARGUMENTS, saved
 from grpo_audio import DEMO

@@ -24,10 +24,10 @@ import argparse
 from collections.abc import Sequence
 
 import torch
+from fake_run import Watch
 from measuring import CLOCKS, MIB, command_line, conditions, count, markdown, parse_options, report
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
-from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward.layout import PackedRow, pack
 
 

@@ -11,7 +11,7 @@ python benchmarks/project.py --measured                       # next to what an 
 **These are predictions, not measurements.** `gpu_report.py` measures what this script predicts.
 
 The script runs the operations of a model of the real widths on fake tensors, with the kernels of a GPU
-(`trl_multimodal_rft.extras.fake_run`), and counts floating-point operations, bytes, dispatched operations and live
+(`fake_run`), and counts floating-point operations, bytes, dispatched operations and live
 memory. Totals follow from models of one and two layers of each kind, since layers are alike. The constants are those
 of [`Machine`].
 
@@ -39,13 +39,13 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import policy_update
 import torch
+from fake_run import FakeFloats, Watch, kernels_of_gpus
 from measuring import command_line, markdown, parse_options, report, versions
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.initialization import no_init_weights
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt
 from trl_multimodal_rft.engines.vllm_weights import checkpoint_weights
-from trl_multimodal_rft.extras.fake_run import FakeFloats, Watch, kernels_of_gpus
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.logprobs import completion_scores

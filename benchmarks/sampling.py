@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> dict:
     Measures each contestant. Returns tokens per second, seconds, processed prompts, prompt tokens for the sampler and
     for the scorer, settings, hardware and versions.
     """
-    if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as in `tests/engine`
+    if args.device == "cpu" and hasattr(vllm_generation, "LLM"):  # as in `tests/engines/vllm`
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     clock = [*CLOCKS].index(args.clock)
     processed = count_prompts()

@@ -15,7 +15,7 @@ seeded completions of 20 to 64 tokens. The benchmark compares the gradients and 
 - **peak**: peak memory of the update without weights and gradients,
 - **time**: CPU time of the update, the minimum over repetitions, in which the budgets alternate.
 
-Memory counts the storage of every live tensor once (`trl_multimodal_rft.extras.fake_run.Watch`). The LM head processes
+Memory counts the storage of every live tensor once (`fake_run.Watch`). The LM head processes
 512 columns of the logits at a time instead of 32768. This vocabulary has only 400, so a buffer of 32768 columns would
 dominate the memory.
 """
@@ -31,10 +31,10 @@ import numpy as np
 import policy_update
 import torch
 from datasets import concatenate_datasets
+from fake_run import Watch
 from measuring import MIB, Sampling, command_line, conditions, markdown, parse_options, report
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
-from trl_multimodal_rft.extras.fake_run import Watch
 from trl_multimodal_rft.forward import head
 from trl_multimodal_rft.models.modes import checkpoint_activations
 from trl_multimodal_rft.models.wrapped import replaced

@@ -2,9 +2,6 @@
 """Passwords, tokens and keys stay out of all that a run writes and prints."""
 
 import json
-import os
-import stat
-import sys
 from dataclasses import fields
 
 import pytest
@@ -128,18 +125,6 @@ def of_run_file(folder, capsys):
     return text
 
 
-def of_harness(folder, capsys):
-    program = folder / "evalscope"
-    program.write_text(f"#!{sys.executable}\nraise ValueError('--api-key {PASSWORD} http://b:{PASSWORD}@h')\n")
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
-    words = ["--benchmark", "evalscope:t", "--model_name_or_path", "m", "--server_url", f"http://b:{PASSWORD}@h"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        words += ["--harness_args", json.dumps({"api-key": PASSWORD}), "--output_dir", str(folder / "out")]
-        main(["evaluate", *words])
-    return capsys.readouterr().err
-
-
 def of_metrics(folder, capsys):
     EvaluationResult({}, [{"x": 1}], {"command": ["e", "--api-key", PASSWORD], "api_key": PASSWORD}).save(folder)
     return (folder / "metrics.json").read_text()
@@ -180,7 +165,7 @@ def test_words_of_commands():
     assert masked_words(["python", "-u", "train.py"]) == ["python", "-u", "train.py"]
 
 
-@pytest.mark.parametrize("door", [of_run_file, of_harness, of_metrics, of_environment, of_server, of_card, of_command])
+@pytest.mark.parametrize("door", [of_run_file, of_metrics, of_environment, of_server, of_card, of_command])
 def test_doors(door, tmp_path, capsys):
     written = door(tmp_path, capsys)
     assert written and PASSWORD not in written

@@ -363,43 +363,15 @@ def unknown_name_error(kind: str, name: str, names: Iterable[str], alternative: 
 
 def check_dotted(name: str, kind: str) -> None:
     """
-    Raises a `ValueError` for a dotted path to a name that a module of the working directory doesn't define. Reads the
-    module without importing it. Paths in other modules, and in modules that make names, pass.
+    Raises a `ValueError` for a dotted path whose module can't be found. Names in it are checked when it is imported.
     """
-    module, _, function = name.rpartition(".")
+    module, _, _ = name.rpartition(".")
+    top = module.split(".")[0]
     path = Path(*module.split("."))
-    file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
-    if file is None:
-        top = module.split(".")[0]
-        if not Path(top).is_dir() and importlib.util.find_spec(top) is None:
-            hint = similar_names(Path(f"{top}.py"))[0]
-            raise ValueError(f"There is no {kind} {name!r}: there is no module {top!r}. {hint}.")
-        return
-    try:
-        text = file.read_text(encoding="utf-8")
-        names = _defined_names(ast.parse(text).body)
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"There is no {kind} {name!r}: {file} can't be read: {error}.") from error
-    if function not in names and not re.search(r"import \*|__getattr__|globals\(|sys\.modules|setattr\(", text):
-        problem = f"module {module!r} has no attribute {function!r}"
-        raise ValueError(f"There is no {kind} {name!r}: {problem}.{_names_in_module(function, names)}")
-
-
-def _defined_names(statements: Iterable[ast.AST]) -> dict[str, ast.AST]:
-    """Returns the names that statements at the top of a module define, also within `if`, `try` and `with`."""
-    names: dict[str, ast.AST] = {}
-    for node in statements:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names[node.name] = node
-            continue
-        for child in ast.walk(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                names[child.name] = child
-            elif isinstance(child, ast.alias):
-                names[child.asname or child.name.split(".")[0]] = child
-            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                names[child.id] = child
-    return names
+    is_here = path.with_suffix(".py").is_file() or (path / "__init__.py").is_file() or Path(top).is_dir()
+    if not is_here and importlib.util.find_spec(top) is None:
+        hint = similar_names(Path(f"{top}.py"))[0]
+        raise ValueError(f"There is no {kind} {name!r}: there is no module {top!r}. {hint}.")
 
 
 def _names_in_module(name: str, names: Mapping[str, object]) -> str:

@@ -165,7 +165,6 @@ FILES = {
     "inner.yaml": "model_init_kwargs:\n  dtype: float32\n  dtype: auto\n",
     "choice.yaml": "max_steps: 3\neval_strategy: stepz\n",
     "launch.yaml": "num_processes: two\n",
-    "mine.py": "raise SystemExit\ndef good(completions): ...\ndef other(completions): ...\n",
     "folder/config.json": "{}",
     "check.yaml": "max_prompt_length: long\nlearning_rate: 1\n",
 }
@@ -234,10 +233,7 @@ MISTAKES = [
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
     (["grpo", *REWARD, "acuracy_reward"], 1, "reward function 'acuracy_reward'. Did you mean `accuracy_reward`?"),
     (["ppo", *REWARD, "hopeless"], 1, "no reward function 'hopeless'; name one of ['accuracy_reward'"),
-    (["rloo", *REWARD, "mine.gut"], 1, "module 'mine' has no attribute 'gut'. It has 'good', 'other'."),
-    (["rloo", *REWARD, "mine.god(a=1)"], 1, "no attribute 'god'. Did you mean `good`?"),
     (["grpo", *REWARD, "min.good"], 1, "there is no module 'min'. '"),
-    (["grpo", *MODEL, *ROWS, "--tools", "mine.zoom"], 1, "There is no tool 'mine.zoom': module 'mine' has no"),
     (["sft", *MODEL, *ROWS, "--report_to", "tensorbord"], 1, "no tracker. Did you mean `tensorboard`?"),
     (["dpo", *MODEL, *ROWS, "--report_to", "no-such"], 1, "no tracker. Name one of clearml, "),
     (["kto", *MODEL, *ROWS, "--report_to=mlflow"], 1, "names 'mlflow', which isn't installed: `pip install mlflow`"),
@@ -276,34 +272,17 @@ def test_names_of_rewards_and_tools(tmp_path, monkeypatch):
             check_functions(name, kind)
 
 
-MODULES = {
-    "plain": ("def even(c): ...\nclass Odd: ...\nlimit = 3\n", ("even", "Odd", "limit"), ("evn", "Even")),
-    "nested": (
-        "try:\n    from x import even\nexcept ImportError:\n    def odd(c): ...\n",
-        ("even", "odd"),
-        ("x", "c"),
-    ),
-    "paired": ("import x.y, z as w\na, b = 1, 2\nfor i in range(2):\n    c = i\n", ("x", "w", "a", "b", "c"), ("z",)),
-    "made": ("def __getattr__(name): ...", ("anything",), ()),
-    "starred": ("from x import *", ("anything",), ()),
-    "broken": ("def even(:", (), ("even",)),
-}
-
-
-@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py", "package/{}.py"])
-@pytest.mark.parametrize("module", MODULES)
-def test_names_that_modules_define_are_known_without_importing_them(module, form, tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", ["mine.py", "mine/__init__.py", "package/mine.py"])
+def test_modules_are_found_without_importing_them(form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path, (text, names, others) = Path(form.format(module)), MODULES[module]
+    path = Path(form)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    dotted = f"package.{module}" if "package" in form else module
-    check_functions([f"{dotted}.{name}" for name in names])
-    for name in others:
-        with pytest.raises(ValueError, match=f"There is no tool '{dotted}.{name}': .*"):
-            check_functions(f"{dotted}.{name}", "tool")
-    check_functions(["trl.rewards.think_format_reward", "json.dumps"])  # of packages, which are imported later
-    assert module not in sys.modules
+    path.write_text("raise SystemExit")
+    check_functions("package.mine.even" if "package" in form else "mine.even")
+    check_functions(["trl.rewards.think_format_reward", "json.dumps"])
+    assert "mine" not in sys.modules
+    with pytest.raises(ValueError, match="There is no tool 'your.zoom': there is no module 'your'"):
+        check_functions("your.zoom", "tool")
 
 
 @pytest.mark.parametrize(

@@ -67,14 +67,14 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "tests" in args.what:
         names = {f"test_{name}" for name in TESTS}
-        paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "engine"]
+        paths = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "vllm"]
         files = sorted(str(path) for path in paths if path.stem in names)
         run(files, "-m", "not slow", "-n", "2", "--dist", "worksteal")
     if "signatures" in args.what:
-        run(["tests/engine/test_signatures.py"])
+        run(["tests/engines/vllm/test_signatures.py"])
     if "engine" in args.what:  # a process per file, as engines leave memory behind
         with ThreadPoolExecutor(2) as pool:
-            files = [f"tests/engine/test_{name}.py" for name in ENGINE.split()]
+            files = [f"tests/engines/vllm/test_{name}.py" for name in ENGINE.split()]
             list(pool.map(lambda file: run([file], "-m", "slow or not slow"), files))
     write(args.command)
 

@@ -15,7 +15,6 @@ import pytest
 import soundfile
 import torch
 import trl
-from accelerate import Accelerator
 from datasets import Dataset
 from helpers import forked
 from helpers.checks import in_float32
@@ -676,14 +675,6 @@ def test_rows_of_one_split_are_read_and_said_to_be_those_of_training_by_their_na
     if split == "train":  # a part of it may be what training leaves out
         run_script([*options, "--dataset_test_split", "train[:1]"])
         assert "which training may have used" not in capsys.readouterr().out
-
-
-def test_a_server_is_asked_by_one_process(monkeypatch):
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(
-        ValueError, match="`--benchmark lmms:mmstar` runs in one process, which asks a server; launch one"
-    ):
-        run_script(["--benchmark", "lmms:mmstar", "--model_name_or_path", "m"])
 
 
 def test_the_script_prints_per_cent_with_intervals_and_answers(spoken, tmp_path, capsys):

@@ -19,7 +19,6 @@ from helpers.folders import ROOT
 from helpers.trainer_utils import audio_rows, make_trainer
 from matplotlib import _pylab_helpers
 from matplotlib.collections import FillBetweenPolyCollection
-from matplotlib.colors import to_rgb
 from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
@@ -31,7 +30,6 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.extras import curves
 from trl_multimodal_rft.extras.curves import figure_of, smoothed
-from trl_multimodal_rft.extras.plots import accuracies, check_plot, histograms
 
 
 def brief(completion_ids, **kwargs):
@@ -343,53 +341,6 @@ def test_without_matplotlib(monkeypatch):
     for call in (TrainingCurvesCallback, lambda: figure_of([{"step": 1, "reward": 0.5}])):
         with pytest.raises(ImportError, match=r"matplotlib .* `pip install \"trl-multimodal-rft\[plots\]\"`"):
             call()
-
-
-# Pictures beside the tables of commands
-
-
-def test_histograms_count_every_value():
-    """Whole numbers that are close have a bar each; what has no values has no panel."""
-    values = {"tokens": [3, 3, 4, 6], "seconds": [0.5, 0.75, 90.0], "frames": []}
-    drawn = panels(histograms(values, "rows"))
-    assert [*drawn] == ["tokens", "seconds"] and drawn["tokens"].get_ylabel() == "rows"
-    bars = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in drawn["tokens"].patches}
-    assert bars == {3: 2, 4: 1, 5: 0, 6: 1} and all(tick % 1 == 0 for tick in drawn["seconds"].get_yticks())
-    heights = [bar.get_height() for bar in drawn["seconds"].patches]
-    assert len(heights) == 40 and (heights[0], heights[-1], sum(heights)) == (2, 1, 3)
-    assert {name: axes.lines[0].get_xdata()[0] for name, axes in drawn.items()} == {"tokens": 3.5, "seconds": 0.75}
-
-
-def test_accuracies_have_their_intervals():
-    metrics = {"accuracy": 0.5, "accuracy/cat": 0.25, "accuracy/dog": 0.75, "accuracy/bird": None, "pass@2": 0.6}
-    metrics |= {f"{name}_low": value and value - 0.125 for name, value in metrics.items()}
-    metrics |= {f"{name}_high": metrics[name] and metrics[name] + 0.125 for name in [*metrics][:5]}
-    metrics |= {"accuracy/dog_low": None, "accuracy/dog_high": None}  # too few rows for an interval
-    (axes,) = accuracies(metrics).axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["dog", "cat", "all rows"]
-    assert [bar.get_width() for bar in axes.patches] == [0.75, 0.25, 0.5]
-    assert [[*line.get_xdata()] for line in axes.lines] == [[0.125, 0.375], [0.375, 0.625]]
-
-
-@pytest.mark.parametrize("style", ["default", "dark_background"])
-def test_plots_are_readable_and_say_their_units(style):
-    """In a user's dark style, too, lines and texts differ from the background, and each axis has its unit."""
-    with matplotlib.style.context(style):
-        sizes = histograms({"seconds of a sound": [0.5, 2.0], "tokens of prompt": [3, 4]}, "number")
-        (shares,) = accuracies({"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75}).axes
-    assert [axes.get_xlabel() for axes in sizes.axes] == ["seconds", "tokens"]
-    assert shares.get_xlabel() and sizes.axes[0].get_ylabel() == "number"
-    (line,) = shares.lines
-    for colour in (line.get_color(), shares.title.get_color(), shares.xaxis.label.get_color()):
-        brightness, background = (np.mean(to_rgb(name)) for name in (colour, shares.figure.get_facecolor()))
-        assert abs(brightness - background) > 0.5
-
-
-def test_plots_are_checked_before_the_work(tmp_path):
-    check_plot(str(tmp_path / "lengths.png"))
-    for name, message in (("lengths.jpg", "PNG files; name one"), ("none/lengths.png", "its folder is missing")):
-        with pytest.raises(ValueError, match=message):
-            check_plot(str(tmp_path / name))
 
 
 # README's pictures

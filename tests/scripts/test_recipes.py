@@ -54,8 +54,7 @@ FAMILIES = {
     "llava-1.5": "llava",
 }
 # Kinds of media of prepared datasets, images if it isn't here
-KINDS = {"avqa-r1": {"image", "audio"}, "intent-train": {"video"}, "mixed": {"image", "video"}}
-KINDS |= dict.fromkeys(("avqa", "audiomcq-weak", "audiomcq-strong", "audiomcq-chains"), {"audio"})
+KINDS = {"avqa": {"audio"}, "avqa-r1": {"image", "audio"}, "intent-train": {"video"}, "mixed": {"image", "video"}}
 FIELDS = ("Model", "Dataset", "Launch", "Reported", "Memory")
 # Options that depend on the size of the model and of its machine
 SMALL = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 1, "per_device_train_batch_size": 4}
@@ -90,12 +89,6 @@ def sources(folder):
     avqa = {"question_text": "What is in the video?", "multi_choice": ["cat", "dog"]}
     lines = [{**avqa, "id": i, "answer": i % 2, "audio_path": f"media/{i}.wav"} for i in range(4)]
     write_lines(folder / "train_r1aqa_line.json", lines)
-    asked = {"question": "What is heard?", "choices": ["cat", "dog"], "answer": "cat"}
-    lines = [{**asked, "id": i, "audio_path": f"{i}.wav", "audio-contribution": "weak"} for i in range(4)]
-    lines += [{**line, "audio-contribution": "strong"} for line in lines]
-    write_lines(folder / "AudioMCQ" / "data.jsonl", lines)
-    lines = [{**line, "audio_path": f"../media/{i}.wav"} for i, line in enumerate(lines[4:])]
-    write_lines(folder / "AudioMCQ-StrongAC-GeminiCoT" / "data.jsonl", lines)
     video = {"problem": "Is there a cat?", "problem_type": "multiple choice", "options": ["A. yes", "B. no"]}
     video |= {"process": "<think>I see a dog.</think>", "solution": "<answer>B</answer>"}
     clips = [{**video, "answer": "B", "video": f"{i}.mp4"} for i in range(4)]

@@ -4,11 +4,10 @@ Writes what follows from the rest of the repository; `make fix` runs it.
 
 It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
 counts, lists of commands, LightRFT's options, differences from TRL, the self-check's example, pinned versions, and
-entries of public names on the reference pages; and bounds of `house.json` and `idioms.json` that have fallen. No test
-fails where one of these is stale, but for LightRFT's options.
+and entries of public names on the reference pages. No test fails where one of these is stale, but for LightRFT's
+options.
 """
 
-import json
 import pkgutil
 import re
 import runpy
@@ -23,7 +22,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import house  # noqa: E402
-import idioms  # noqa: E402
 import trl  # noqa: E402
 from families_report.report import MARK  # noqa: E402
 from helpers import reference_pages  # noqa: E402
@@ -201,7 +199,7 @@ def with_versions(text: str, column: Path) -> str:
 
 
 def derived() -> dict[Path, str]:
-    """Returns the text of each derived file, but for bounds. Raises a `LookupError` if a page lost such a place."""
+    """Returns the text of each derived file. Raises a `LookupError` if a page lost such a place."""
     texts = {page: without_lines(page.read_text()) for page in pages()}
     for page, around, number in counts():
         texts[page] = with_number(texts[page], around, number)
@@ -222,11 +220,6 @@ def derived() -> dict[Path, str]:
     return texts
 
 
-def bounds() -> str:
-    """Returns the text of `house.json`, with bounds that have fallen."""
-    return json.dumps(house.lowered(house.ties(), json.loads(house.BOUNDS.read_text())), indent=2) + "\n"
-
-
 def stale(texts: dict[Path, str]) -> list[str]:
     """Returns the names of the files whose text differs."""
     return [str(path.relative_to(ROOT)) for path, text in texts.items() if path.read_text() != text]
@@ -240,7 +233,7 @@ def main() -> int:
     is_wrong = subprocess.run([*ruff, "check", "--fix", "--quiet", "."], cwd=ROOT).returncode
     subprocess.run([*ruff, "format", "--quiet", "."], cwd=ROOT, check=True)
     changed = [str(path.relative_to(ROOT)) for path, content in before.items() if path.read_bytes() != content]
-    texts = {**derived(), house.BOUNDS: bounds(), idioms.BOUNDS: idioms.text()}
+    texts = derived()
     changed += stale(texts)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -1,12 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Measures the ties of the code to TRL, and its types.
-
-`house.json` holds their upper bounds, which `test_house.py` checks and `make fix` lowers. The density of planted
-defects is printed alone.
+Reads the package's modules: what imports what, their layers, names, and overrides of TRL.
 
 ```bash
-python tests/tools/house.py                          # prints the numbers
+python tests/tools/house.py                          # prints the lines of each folder per planted defect
 python tests/tools/house.py --changed-since HEAD~3   # prints the test files that import what has changed
 ```
 """
@@ -25,7 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_multimodal_rft"
-BOUNDS = Path(__file__).with_name("house.json")
 DEFECTS = Path(__file__).with_name("mutations.json")
 UNCLEAR = {"each", "found", "own", "given", "taken"}  # no names of local variables, either
 
@@ -62,22 +58,6 @@ def overrides(trainer: type) -> set[str]:
         and not name.startswith("__")
         and (inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod))
     }
-
-
-def private_names(trainer: type) -> set[str]:
-    """Returns underscore names that this package's trainers use, and that TRL's or transformers' set."""
-
-    def used(classes: list[type], pattern: str) -> set[str]:
-        return {name for each in classes for name in re.findall(pattern, inspect.getsource(each))}
-
-    bases = [each for each in trainer.__mro__ if each.__module__.split(".")[0] in ("trl", "transformers")]
-    own = [each for each in trainer.__mro__ if is_own(each)]
-    upstream = used(bases, r"\bself\.(_[a-z]\w*)(?:: [^=\n]+)? = ")
-    upstream |= {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
-    called = used(own, r"\b(?:self|trainer|super\(\))\.(_[a-z]\w*)") | {
-        name.split(".")[1] for name in overrides(trainer)
-    }
-    return {name for name in called & upstream if name.startswith("_")}
 
 
 # Modules
@@ -260,35 +240,6 @@ def takes_a_trainer() -> list[str]:
     ]
 
 
-def untyped() -> int:
-    """Returns the number of parameters without annotation, of annotations that say nothing, and of such casts."""
-    n = 0
-    for tree in trees().values():
-        nothing = {"Any", "object"}
-        nothing |= {
-            ast.unparse(each.targets[0])
-            for each in ast.walk(tree)
-            if isinstance(each, ast.Assign) and ast.unparse(each.value) in nothing
-        }
-        methods = [each for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body]
-
-        def says(annotation: ast.expr | None, nothing: set[str] = nothing) -> bool:
-            words = set() if annotation is None else set(ast.unparse(annotation).strip("'\"").split(" | "))
-            return bool(words - {"None"} - nothing)
-
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_static = any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)
-                own = parameters(node)[node in methods and not is_static :]
-                n += sum(not says(each.annotation) for each in own)
-                n += node.returns is not None and ast.unparse(node.returns) != "None" and not says(node.returns)
-            elif isinstance(node, ast.AnnAssign):
-                n += not says(node.annotation)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "cast":
-                n += not says(node.args[0])
-    return n
-
-
 def private_of_others() -> list[str]:
     """Returns private attributes that one class has and that code outside of a method's own object reads."""
     methods = (
@@ -313,41 +264,6 @@ def private_of_others() -> list[str]:
     )
 
 
-def overridden_in_tests() -> list[str]:
-    """Returns private methods of trainers that classes of the tests override."""
-    private = {name for trainer in trainers().values() for name in dir(trainer) if name.startswith("_")}
-    return sorted(
-        f"{path.relative_to(ROOT / 'tests')}:{each.name}.{method.name}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for each in ast.walk(tree_of(path))
-        if isinstance(each, ast.ClassDef)
-        for method in each.body
-        if isinstance(method, ast.FunctionDef) and method.name in private and not method.name.startswith("__")
-    )
-
-
-def ties() -> dict:
-    """Returns what has bounds in `house.json`."""
-    from trl_multimodal_rft.versions import ALL_OVERRIDDEN, CALLED
-
-    every = {name: overrides(trainer) for name, trainer in trainers().items()}
-    together = set().union(*every.values())
-    private = set().union(*map(private_names, trainers().values()))
-    return {
-        "overrides": sorted(together),
-        "overridden names": sorted({name.split(".")[1] for name in together}),
-        "own classes": {
-            name: [each.__name__ for each in trainer.__mro__ if is_own(each)] for name, trainer in trainers().items()
-        },
-        "private names": sorted(private),
-        "names in the contract": len({path.split(".")[-1] for path in ALL_OVERRIDDEN}) + len(CALLED),
-        "private methods overridden in tests": overridden_in_tests(),
-        "functions that take a trainer": takes_a_trainer(),
-        "private names of other objects": private_of_others(),
-        "untyped annotations": untyped(),
-    }
-
-
 def lines_per_defect() -> dict[str, int]:
     """Returns the lines of each folder of the package per planted defect; modules at the top are one folder, `.`."""
 
@@ -361,46 +277,12 @@ def lines_per_defect() -> dict[str, int]:
     return {each: n // max(defects[each], 1) for each, n in total.items()}
 
 
-def bounds_of(found: dict) -> dict:
-    """Returns the bounds of a measurement."""
-    return {
-        key: value if isinstance(value, int) else len(value) if isinstance(value, list) else bounds_of(value)
-        for key, value in found.items()
-    }
-
-
-def worse(found: dict, bounds: dict, path: str = "") -> list[str]:
-    """Returns the exceeded bounds."""
-    failures = []
-    for key, value in found.items():
-        if isinstance(value, dict):
-            failures += worse(value, bounds.get(key, {}), f"{path}{key}: ")
-        elif (n := value if isinstance(value, int) else len(value)) > (bound := bounds.get(key, n)):
-            names = "" if isinstance(value, int) else f": {', '.join(value)}"
-            failures.append(f"{path}{key}: {n}, at most {bound}{names}")
-    return failures
-
-
-def lowered(found: dict, bounds: dict) -> dict:
-    """Returns new bounds: what is measured, where that is less or has none."""
-    return {
-        key: lowered(n, bounds.get(key, {})) if isinstance(n, dict) else min(n, bounds.get(key, n))
-        for key, n in bounds_of(found).items()
-    }
-
-
 def _main() -> None:
     if "--changed-since" in sys.argv:
         print(*tests_changed_since(sys.argv[-1]))
         return
-    per_defect = "lines per planted defect (at most 150, so that each folder is guarded)"
-    found = {**ties(), per_defect: lines_per_defect()}
-    for key, value in found.items():
-        if isinstance(value, dict):
-            numbers = {name: n if isinstance(n, int) else f"{len(n)}: {', '.join(n)}" for name, n in value.items()}
-            print(f"{key}:", *(f"  {name}: {n}" for name, n in numbers.items()), sep="\n")
-        else:
-            print(f"{key}: {value if isinstance(value, int) else f'{len(value)}: ' + ', '.join(value)}")
+    print("lines per planted defect (at most 150, so that each folder is guarded):")
+    print(*(f"  {name}: {n}" for name, n in lines_per_defect().items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def imports_of(tree: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     known = {**house.modules(), **helpers}
     modules, of_tests = {name: house.imports(path, known) for name, path in known.items()}, {}
     for path in sorted(tree.glob("tests/**/test_*.py"), key=lambda path: path.stat().st_size):
-        if path.parent.name not in ("gpu", "engine"):
+        if path.parent.name not in ("gpu", "vllm"):
             of_tests[str(path.relative_to(tree))] = names = house.imports(path, known)
             while more := {each for name in names & helpers.keys() for each in modules[name]} - names:
                 names |= more

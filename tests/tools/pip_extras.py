@@ -45,7 +45,6 @@ OPTIONS = {
 # Packages whose environments tests act in; two of them don't go together
 ENVIRONMENTS = {
     "environments": ("openenv", "extras/test_openenv.py"),
-    "verifiers": ("verifiers", "extras/test_verifiers.py"),
 }
 
 

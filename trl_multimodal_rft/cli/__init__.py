@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             check_names(args)
             with imports:
-                command = command_module("suggest" if getattr(args, "suggest", False) else str(name))
+                command = command_module(str(name))
             try:
                 command.run(args)
             finally:

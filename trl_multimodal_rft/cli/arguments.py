@@ -105,25 +105,6 @@ class ToolArguments:
 
 
 @dataclass
-class HarnessArguments:
-    """Arguments for benchmarks that lmms-eval or EvalScope runs."""
-
-    server_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "URL of an OpenAI-compatible server of the model, for lmms-eval or EvalScope. By default "
-            "`vllm serve` starts one."
-        },
-    )
-    server_args: dict = field(
-        default_factory=dict, metadata={"help": 'Options of `vllm serve`, in JSON: `{"max-model-len": 8192}`.'}
-    )
-    harness_args: dict = field(
-        default_factory=dict, metadata={"help": 'Options of lmms-eval or EvalScope, in JSON: `{"limit": 100}`.'}
-    )
-
-
-@dataclass
 class RLScriptArguments(RunArguments, ToolArguments, RFTScriptArguments):
     """Arguments of scripts that train with rewards and tools."""
 

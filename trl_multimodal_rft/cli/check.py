@@ -460,10 +460,6 @@ def read_inputs(
 def run(args: argparse.Namespace) -> None:
     """Checks a dataset and prints the report. Exits with status 1 if rows would not train."""
     check_ignored(args.ignored_media_columns)
-    if args.plot is not None:
-        from ..extras.plots import check_plot
-
-        check_plot(args.plot)
     rows, model, processor = read_inputs(args)
     config = model.config
     max_tokens = args.max_prompt_length
@@ -508,11 +504,5 @@ def run(args: argparse.Namespace) -> None:
     print(printable(text), end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
-    if args.plot is not None:
-        from ..extras.curves import save_figure
-        from ..extras.plots import histograms
-
-        tokens = {f"tokens of {name}": numbers for name, numbers in report.tokens.items()}
-        save_figure(histograms({**tokens, **report.sizes}, "number"), Path(args.plot))
     if report.n_failed:
         raise SystemExit(1)

@@ -16,8 +16,7 @@ from types import FrameType
 from ..launchers import name_launcher
 from .errors import ERROR_FOLDER_VARIABLE
 from .options import TRACEBACK, config_path
-from .preflight import check_run, is_harness
-from .registry import command_module
+from .preflight import check_run
 
 
 # Signals that end a run, at which processes may still save a checkpoint
@@ -27,12 +26,6 @@ _ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Checks the options without heavy imports, launches a script, and exits with its exit code."""
     check_run(name, args)
-    # Harnesses (lmms-eval and EvalScope) only send requests to a server, so this process runs them without a launch
-    if is_harness(getattr(args, "benchmark", None)) and name == "evaluate":
-        from . import arguments
-
-        evaluate = command_module(name)
-        return evaluate.main(*arguments.parse(evaluate.ARGUMENTS, argv))
     config = getattr(args, "accelerate_config", None)
     words = [] if config is None else [f"--config_file={config_path('accelerate_configs', config)}"]
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}

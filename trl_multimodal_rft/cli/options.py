@@ -49,7 +49,7 @@ FIRST_OPTIONS += ("epsilon", "epsilon_high", "delta", "loss_type", "dynamic_samp
 # Options that name a model or a dataset, and options that name another folder or file
 NAME_OPTIONS = ("model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "base")
 NAME_OPTIONS += ("dataset_name", "ptx_dataset_name")
-_PATHS = ("output_dir", "compare_with", "plot")
+_PATHS = ("output_dir", "compare_with")
 TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH_PREFIX = "launch "  # prefix of `dest` for options of `accelerate launch`
 _OPTION_WORD = re.compile(r"^--([\w-]+)(?==|\Z)")

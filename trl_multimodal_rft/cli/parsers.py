@@ -15,7 +15,6 @@ from .preflight import integer, process_count
 # Names of the loaders, by layout
 LAYOUTS = {
     "avqa": "load_avqa",
-    "audiomcq": "load_audiomcq",
     "mmau": "load_mmau",
     "geometry3k": "load_geo3k",
     "avqa-r1": "load_avqa_r1",
@@ -96,7 +95,6 @@ def check(parser: Parser) -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--num_workers", type=int, default=cpus, help="worker processes that read and encode rows; 0 uses none")
     add("--output", help="Markdown file for the report")
-    add("--plot", help="PNG file for histograms of tokens, seconds and pixels")
 
 
 def options_for_check(run_config: dict[str, Value]) -> dict[str, Value]:
@@ -170,9 +168,7 @@ def estimate(parser: Parser) -> None:
         default="colocate",
         help="whether vLLM shares the GPUs of training, or has others",
     )
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="device whose kernels are assumed")
     add("--json", action="store_true", help="print one JSON object")
-    add("--suggest", action="store_true", help="find a run that fits, and print a file for its `--config`")
 
 
 def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
@@ -212,14 +208,10 @@ def prepare(parser: Parser) -> None:
     template_help = f"prompt template. Its fields depend on the layout: {fields}. For a judge: {judge_fields}"
     add("--template", help=template_help)
     add("--skip_missing", action="store_true", default=None, help="drop rows whose audio file is missing")
-    task_help = "sft: whole conversations, or prompts with completions; rl: prompts with a solution"
+    task_help = "sft: whole conversations; rl: prompts with a solution"
     task_help += "; dpo: pairs; kto: labelled completions; judge: pairs in both orders"
     add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
     add("--prompt_key", help="column of the problem (default: problem)")
     add("--answer_key", help="column of the answer (default: answer)")
-    contribution_help = (
-        "of AudioMCQ, keep rows that most models answer only with the audio (strong), or also without (weak)"
-    )
-    add("--contribution", choices=("weak", "strong"), help=contribution_help)
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--media_rules", type=parse_json, help=_RULES_HELP)

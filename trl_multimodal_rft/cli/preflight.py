@@ -29,8 +29,7 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     """Checks a launched command's required options, and its names of models, datasets, rewards and tools."""
     dataset = getattr(args, "dataset_name", None) or getattr(args, "datasets", None)
     reward_model = getattr(args, "reward_model_name_or_path", None) if getattr(args, "pairs", False) else None
-    if not is_harness(getattr(args, "benchmark", None)):
-        check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
+    check_model_and_dataset(getattr(args, "model_name_or_path", None) or reward_model, dataset)
     if command == "filter" and getattr(args, "by", "contribution") == "contribution":
         check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)
@@ -45,11 +44,6 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     recipe = getattr(args, "reward_recipe", None)
     check_functions(getattr(args, "reward_funcs", None) or (() if recipe is None else recipe_names(recipe)))
     check_functions(getattr(args, "tools", None) or (), "tool")
-
-
-def is_harness(benchmark: str | None) -> bool:
-    """Returns whether another tool runs a benchmark, such as `lmms:mmstar`."""
-    return ":" in (benchmark or "")
 
 
 def check_model_and_dataset(model: str | None, dataset: str | list | None) -> None:

@@ -35,7 +35,6 @@ OUTSIDE = {
     "evaluate": "extras.evaluate",
     "filter": "extras.filter",
     "prepare": "extras.prepare.command",
-    "suggest": "extras.suggest",  # `estimate --suggest`
 }
 
 

@@ -7,7 +7,7 @@ from ..lazy import lazy_names
 
 
 if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
-    from ..extras.prepare.benchmarks import load_audiomcq, load_avqa, load_mmau
+    from ..extras.prepare.benchmarks import load_avqa, load_mmau
     from ..extras.prepare.folders import write_folder
     from ..extras.prepare.layouts import (
         load_avqa_r1,
@@ -24,7 +24,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".reading.rules": ["MediaRules"],
-        "..extras.prepare.benchmarks": ["load_audiomcq", "load_avqa", "load_mmau"],
+        "..extras.prepare.benchmarks": ["load_avqa", "load_mmau"],
         "..extras.prepare.folders": ["write_folder"],
         "..extras.prepare.layouts": [
             "load_avqa_r1",

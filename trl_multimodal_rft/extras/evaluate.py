@@ -11,9 +11,9 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import ModelConfig, get_quantization_config
 
-from ..cli.arguments import HarnessArguments, RFTScriptArguments, ToolArguments, option
+from ..cli.arguments import RFTScriptArguments, ToolArguments, option
 from ..cli.inputs import load_split, model_init_kwargs, with_prompts
-from ..cli.preflight import check_model_and_dataset, is_harness
+from ..cli.preflight import check_model_and_dataset
 from ..cli.prompts import with_system_message
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
@@ -27,8 +27,6 @@ from ..printable import printable
 from ..progress import announce
 from ..rewards.model import RewardModel
 from ..spelling import did_you_mean
-from .curves import save_figure
-from .plots import accuracies, check_plot
 
 
 logger = get_logger(__name__)
@@ -54,11 +52,7 @@ def benchmark_of(name: str) -> tuple[Callable, list[str]]:
 class EvaluationArguments(ToolArguments):
     """Rows to evaluate, and the folder for the results."""
 
-    benchmark: str | None = option(
-        None,
-        f"Layout of `dataset_name`: {', '.join(BENCHMARKS)}. `evaluate` also takes tasks of lmms-eval and "
-        "EvalScope: `lmms:mmstar`, `evalscope:math_vista`.",
-    )
+    benchmark: str | None = option(None, f"Layout of `dataset_name`: {', '.join(BENCHMARKS)}.")
     benchmark_version: str | None = option(
         None, "Version of the benchmark's questions, such as `v05.15.25`, for the record in the results."
     )
@@ -77,11 +71,6 @@ class EvaluationArguments(ToolArguments):
         "default they are allowed with a warning.",
     )
     output_dir: str = option("outputs/evaluate", "Folder for the results.")
-    plot: str | None = option(
-        None,
-        "PNG file for a picture: of the accuracies with their intervals (`evaluate`), or of the rows' pass rates "
-        "(`filter`).",
-    )
     trust_remote_code: bool = option(False, "Run code that comes with a model.")
 
 
@@ -211,18 +200,13 @@ def evaluate_by_name(
     return dataset, result
 
 
-ARGUMENTS = (RFTScriptArguments, PairArguments, EvaluationConfig, ModelConfig, HarnessArguments)
+ARGUMENTS = (RFTScriptArguments, PairArguments, EvaluationConfig, ModelConfig)
 
 
 def main(
-    script_args: RFTScriptArguments,
-    evaluation_args: PairArguments,
-    config: EvaluationConfig,
-    model_args: ModelConfig,
-    harness_args: HarnessArguments,
+    script_args: RFTScriptArguments, evaluation_args: PairArguments, config: EvaluationConfig, model_args: ModelConfig
 ) -> None:
     """Evaluates a model, a judge or a reward model, prints metrics and some answers, and saves metrics and rows."""
-    check_plot(evaluation_args.plot)
     baseline = evaluation_args.compare_with
     if baseline is not None and not Path(baseline, "rows.parquet").is_file():
         raise ValueError(
@@ -237,15 +221,7 @@ def main(
     # The default of `dataset_test_split`, "test", stands for the only split of a file or folder with a single one
     split = single_split if single_split is not None and split == "test" else split
     arguments = script_args, evaluation_args, config, model_args, split, accelerator
-    if is_harness(benchmark):
-        if accelerator.num_processes > 1:
-            raise ValueError(
-                f"`--benchmark {benchmark}` runs in one process, which asks a server; launch one process."
-            )
-        from .harness_run import evaluate_with_harness
-
-        result = evaluate_with_harness(harness_args, script_args, evaluation_args, config, model_args)
-    elif not evaluation_args.pairs:
+    if not evaluation_args.pairs:
         _, result = evaluate_by_name(*arguments)
     elif script_args.reward_model_name_or_path is None:
         _, result = evaluate_by_name(*arguments, load_judge_rows, ["preference_reward"])
@@ -256,8 +232,6 @@ def main(
         result.metrics |= {} if baseline is None else gains(result, baseline)
     finally:
         result.save(evaluation_args.output_dir)
-    if evaluation_args.plot is not None and accelerator.is_main_process:
-        save_figure(accuracies(result.metrics), Path(evaluation_args.plot))
     accelerator.print(printable(summary(result)))
     if benchmark is None and "[" not in split and train_split in (split, single_split):
         accelerator.print(f"The rows are those of {train_split!r}, which training may have used.")

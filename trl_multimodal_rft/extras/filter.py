@@ -18,9 +18,7 @@ from ..data.rows.difficulty import PASS_RATE
 from ..evaluation import EvaluationConfig, EvaluationResult
 from ..evaluation.result import metric_lines
 from ..printable import printable
-from .curves import save_figure
 from .evaluate import EvaluationArguments, evaluate_by_name
-from .plots import check_plot, histograms
 from .prepare.folders import check_empty, write_folder
 
 
@@ -170,7 +168,6 @@ def main(
 ) -> None:
     """Samples completions with and without a medium, or several per row, and saves the kept rows with a report."""
     config = _check_config(config, filter_args.by)
-    check_plot(filter_args.plot)
     check_empty(filter_args.output_dir)
     accelerator = Accelerator()
     arguments = script_args, filter_args, config, model_args
@@ -185,13 +182,6 @@ def main(
     dropped |= {index: reason for index, reason in reasons.items() if reason is not None}
     report = _report(result, dropped, filter_args)
     accelerator.print(printable(_text(report)))
-    if filter_args.plot is not None and accelerator.is_main_process:
-        keys = {"pass rate": "correct", f"pass rate without the {config.ablate}": "correct_without"}
-        rates = {title: [_share_correct(record.get(key)) for record in result.rows] for title, key in keys.items()}
-        scored = {title: [rate for rate in row_rates if rate is not None] for title, row_rates in rates.items()}
-        n = config.num_samples
-        # One bin around each rate: 0, 1 / n, ..., 1
-        save_figure(histograms(scored, "rows", [(i - 0.5) / n for i in range(n + 2)]), Path(filter_args.plot))
     if not report["kept"]:
         raise ValueError("No row is left, so nothing is written; change the thresholds or the model.")
     if accelerator.is_main_process:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from ..data.rows.cells import cell_value
-from ..data.rows.letters import listed_letters, read_letter
 from ..data.rows.thoughts import has_thoughts, without_thoughts
 from . import expressions
 from .calls import Argument, Completion, Reference, RowError, require_column
+from .letters import listed_letters, read_letter
 
 
 T = TypeVar("T")

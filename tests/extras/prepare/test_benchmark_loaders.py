@@ -14,11 +14,11 @@ from helpers.trainer_utils import load, saved
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.arguments import parse
-from trl_multimodal_rft.data import load_audiomcq, load_avqa, load_geo3k, load_mmau
-from trl_multimodal_rft.data.rows.letters import without_letters
+from trl_multimodal_rft.data import load_avqa, load_geo3k, load_mmau
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.extras import evaluate as evaluate_script
 from trl_multimodal_rft.rewards import choice_reward
+from trl_multimodal_rft.rewards.letters import without_letters
 from trl_multimodal_rft.rewards.ready.choices import named_choice
 
 
@@ -240,53 +240,6 @@ def test_avqa(avqa):
     avqa.write_text(json.dumps({**line, "answer": 4}))
     with pytest.raises(ValueError, match="row 0: the answer 4 is none of the choices"):
         load_avqa(avqa)
-
-
-# AudioMCQ
-
-
-@pytest.fixture
-def audiomcq(tmp_path):
-    """The published format, with labels of two rows that need their audio and one that doesn't."""
-    lines = [
-        {
-            "source_dataset": "Clotho",
-            "id": str(i),
-            "question_type": "sound",
-            "audio_path": f"Clotho/{i}.wav",
-            "question": f"What is heard? {i}",
-            "choices": ["rain", "wind", "a bell", "steps"],
-            "answer": ["rain", "a bell"][i % 2],
-            "audio-contribution": ["strong", "weak"][i % 2],
-        }
-        for i in range(3)
-    ]
-    write_wavs(tmp_path / "Clotho", "", 3)
-    write_lines(tmp_path / "data.jsonl", lines)
-    return tmp_path / "data.jsonl"
-
-
-def test_audiomcq(audiomcq):
-    dataset = load_audiomcq(audiomcq)
-    assert dataset["solution"][:] == ["rain", "a bell", "rain"] and dataset["id"][:] == ["0", "1", "2"]
-    assert dataset["audio_contribution"][:] == ["strong", "weak", "strong"]
-    asked = dataset[1]["prompt"][0]["content"]
-    assert asked.startswith("What is heard? 1 Please choose the answer from the following options: ['rain', 'wind'")
-    strong = load_audiomcq(audiomcq, contribution="strong", template="{question} {choices}")
-    assert strong["id"][:] == ["0", "2"] and Path(strong[1]["audio"]["path"]).name == "2.wav"
-    answered = load_audiomcq(audiomcq, task="sft", contribution="weak", audio_dir=audiomcq.parent / "Clotho")
-    kept = ["id", "source_dataset", "question_type", "audio_contribution"]
-    assert answered.column_names == ["prompt", "audio", *kept, "completion"]
-    assert answered[0]["completion"] == [{"role": "assistant", "content": "<answer>a bell</answer>"}]
-    line = json.loads(audiomcq.read_text().splitlines()[0])
-    audiomcq.write_text(json.dumps({**line, "answer": "thunder"}))
-    with pytest.raises(ValueError, match="row 0: the answer 'thunder' is none of the choices"):
-        load_audiomcq(audiomcq)
-    with pytest.raises(ValueError, match="no rows with the audio contribution 'weak', only {'strong'}"):
-        load_audiomcq(audiomcq, contribution="weak")
-    audiomcq.write_text(json.dumps({name: value for name, value in line.items() if name != "audio-contribution"}))
-    with pytest.raises(ValueError, match="row 0 has no 'audio-contribution'"):
-        load_audiomcq(audiomcq, contribution="weak")
 
 
 # Geometry3K

@@ -5,14 +5,14 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from datasets import Audio, Dataset, concatenate_datasets
 
 from ...data.reading.refs import shortened
 from ...data.rows.labels import with_class_names
-from ...data.rows.letters import without_letters
 from ...data.rows.load import json_file, load_rows, read_json, required
+from ...rewards.letters import without_letters
 
 
 logger = logging.getLogger(__name__)
@@ -120,63 +120,6 @@ def load_avqa(
         row["question_text"] = required(row, index, "question_text").replace("video", "audio")
     kept_columns = ("id", "video_name", "question_relation", "question_type", "dataset_name")
     return _assemble_dataset(rows, audio, template, kept_columns, ("question_text",), "multi_choice")
-
-
-def load_audiomcq(
-    path: str | Path,
-    split: str = "train",
-    *,
-    task: Literal["sft", "rl"] = "rl",
-    contribution: Literal["weak", "strong"] | None = None,
-    audio_dir: str | Path | None = None,
-    template: str = CHOICE_TEMPLATE,
-    skip_missing: bool = False,
-) -> Dataset:
-    """
-    Reads [AudioMCQ](https://huggingface.co/papers/2509.21060), multiple-choice questions about speech, sounds and
-    music, with a label that says whether models need the audio to answer.
-
-    The layout is JSON Lines, a JSON list or a dataset whose entries have `audio_path`, `question`, `choices`, `answer`
-    (the text of a choice), and also `id`, `source_dataset`, `question_type` and `audio-contribution`.
-    https://huggingface.co/datasets/Harland/AudioMCQ-StrongAC-GeminiCoT has this layout, with audio files.
-    https://huggingface.co/datasets/inclusionAI/AudioMCQ has no audio files, but names their datasets as
-    `source_dataset`.
-
-    See [`load_mmau`] for the other arguments and the errors.
-
-    Args:
-        task (`str`, *optional*):
-            `"rl"` gives `prompt`, `solution` and `choices`. `"sft"` gives `prompt`, and as `completion` the right
-            choice in answer tags.
-        contribution (`str`, *optional*):
-            Keeps only rows with this label: `"weak"` where most models answer without the audio, `"strong"` where they
-            don't. By default, all rows.
-
-    Returns:
-        [`~datasets.Dataset`]: Rows of `prompt` (messages), `audio`, `solution`, `choices`, `id`, `source_dataset`,
-        `question_type` and `audio_contribution`; for `"sft"`, `completion` in place of `solution` and `choices`.
-
-    Example:
-    ```python
-    cold_start = load_audiomcq("AudioMCQ.jsonl", task="sft", contribution="weak", audio_dir="audio")
-    dataset = load_audiomcq("AudioMCQ.jsonl", contribution="strong", audio_dir="audio")
-    ```
-    """
-    rows, audio = _read_rows_and_audio(path, split, "*.json*", ("audio",), audio_dir, skip_missing)
-    if contribution is not None:
-        labels = [required(row, index, "audio-contribution") for index, row in enumerate(rows)]
-        row_indices = [index for index, label in enumerate(labels) if label == contribution]
-        if not row_indices:
-            raise ValueError(f"{path} has no rows with the audio contribution {contribution!r}, only {set(labels)}.")
-        rows = [rows[index] for index in row_indices]
-        audio = audio.select(row_indices)
-
-    kept_columns = ("id", "source_dataset", "question_type", "audio-contribution")
-    dataset = _assemble_dataset(rows, audio, template, kept_columns, ("question",))
-    if task == "rl":
-        return dataset
-    answers = [[{"role": "assistant", "content": f"<answer>{text}</answer>"}] for text in dataset["solution"]]
-    return dataset.remove_columns(["solution", "choices"]).add_column("completion", answers)
 
 
 def _read_rows_and_audio(

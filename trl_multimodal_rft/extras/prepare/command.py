@@ -19,7 +19,7 @@ from .folders import check_empty, write_folder
 # Options of `prepare` that only some layouts have. They are named like the loaders' arguments, but an argument
 # `audio_dir` is set by `--media_dir`.
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
-_OPTIONS += ("max_pixels", "contribution")
+_OPTIONS += ("max_pixels",)
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:

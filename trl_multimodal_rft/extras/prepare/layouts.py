@@ -22,12 +22,12 @@ from ...data.rows.cells import truth_value
 from ...data.rows.columns import rows_to_messages
 from ...data.rows.features import is_media_feature
 from ...data.rows.labels import with_class_names
-from ...data.rows.letters import without_letters
 from ...data.rows.load import json_file, load_rows, read_json, required
 from ...data.rows.names import MEDIA_COLUMNS, TEACHER
 from ...data.rows.pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 from ...data.rows.values import file_modality
 from ...families import MODALITIES
+from ...rewards.letters import without_letters
 from .benchmarks import PROBLEM_TEMPLATE
 from .conversations import conversation, preference_pair, source_of
 

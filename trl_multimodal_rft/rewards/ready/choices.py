@@ -5,9 +5,9 @@ import re
 import unicodedata
 from collections.abc import Hashable, Sequence
 
-from ...data.rows.letters import listed_letters, read_letter
 from ..answers import completion_text, extract_answer, normal_form, normalize_answer, number_of, references_of
 from ..calls import Argument, Completion, Reference, RowError, require_column
+from ..letters import listed_letters, read_letter
 
 
 _WORD = re.compile(r"\w+")

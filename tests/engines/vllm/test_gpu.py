@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 TOLERANCE = 1e-3  # kernels of another engine sum in another order
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENGINE = {"vllm_mode": "colocate", "vllm_engine_kwargs": {"enforce_eager": True, "max_model_len": 512}}
 
 

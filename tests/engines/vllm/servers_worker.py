@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "shims")]
 
 import torch  # noqa: E402
 import vllm_cpu  # noqa: E402

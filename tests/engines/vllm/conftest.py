@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for modules that tests of this
 if not is_vllm_available():
     collect_ignore_glob = ["test_*.py"]
 else:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "shims"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "shims"))
     import vllm_cpu
 
     if not torch.cuda.is_available():

@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Runs the tests with vLLM's engine: `python tests/engine`, those of files, `python tests/engine test_tools.py`, or with
-`-m slow` the slow ones. Other options, such as `--durations=20`, are pytest's, whose output is then printed.
+Runs the tests with vLLM's engine: `python tests/engines/vllm`, those of files, `python tests/engines/vllm
+test_tools.py`, or with `-m slow` the slow ones. Other options, such as `--durations=20`, are pytest's, whose output is
+then printed.
 
 Each file has a process of its own, as engines leave memory behind, but for groups that share a server or models. These
 processes, and the servers of tests, are forked from one that has imported vLLM, which takes 20 CPU seconds. The first
@@ -21,7 +22,7 @@ from pathlib import Path
 import pytest
 
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS / "shims")])
 
@@ -37,11 +38,10 @@ PYTEST = [sys.executable, "-m", "pytest", "-W", "ignore::pytest.PytestAssertRewr
 AT_ONCE = 2
 # Groups of files that share a server, or models and their engines
 TOGETHER = [
-    [f"engine/test_{name}.py" for name in ("asynchronous", "answers", "processes", "server", "servers")],
-    [f"engine/test_{name}.py" for name in ("colocate", "config", "positions", "self_check", "tools")],
-    [f"engine/test_{name}.py" for name in ("engine_budgets", "engine_evaluation", "engine_offload", "weights")],
+    [f"engines/vllm/test_{name}.py" for name in ("asynchronous", "answers", "processes", "server", "servers")],
+    [f"engines/vllm/test_{name}.py" for name in ("colocate", "config", "positions", "self_check", "tools")],
+    [f"engines/vllm/test_{name}.py" for name in ("engine_budgets", "engine_evaluation", "engine_offload", "weights")],
 ]
-ELSEWHERE = ["test_harness_programs.py"]  # `make test-extras`
 
 
 def run(files: list[str], options: list[str], results: Path) -> tuple[list[str], int, str, float]:
@@ -74,8 +74,8 @@ def main() -> str:
     names = [word for word in words if Path(__file__).parent.joinpath(word).is_file()]
     others = [word for word in words if word not in names]
     options = ["-m", args.expression, *others]
-    names = names or [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in ELSEWHERE]
-    files = [f"engine/{name}" for name in names]
+    names = names or [path.name for path in Path(__file__).parent.glob("test_*.py")]
+    files = [f"engines/vllm/{name}" for name in names]
     if args.expression == "slow":  # others have none
         files = [file for file in files if "slow" in (TESTS / file).read_text()]
     together = [[file for file in group if file in files] for group in TOGETHER]

@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Runs of models on fake tensors, to measure memory and operations."""
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,8 +12,9 @@ from torch.utils._pytree import PyTree, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from trl.kernels import chunked_logprob
 
-from ..forward import head, kernels
-from ..models.wrapped import replaced
+from trl_multimodal_rft.extras import micro_batch
+from trl_multimodal_rft.forward import head, kernels
+from trl_multimodal_rft.models.wrapped import replaced
 
 
 _ATEN = torch.ops.aten
@@ -91,20 +91,15 @@ def _can_be_fake(result: PyTree) -> bool:
     return isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() > 1
 
 
-class Watch(TorchDispatchMode):
+class Watch(micro_batch.Watch):
     """
-    Mode that counts floating-point `operations`, and the bytes of live storages, `now` and at the `peak`. Only
-    storages that were created within the context count. Storages of the tensors in `baseline` never count.
-
-    On a GPU, `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated` grow by these bytes. Torch's
-    `FlopCounterMode` and `MemTracker` return the same numbers, but `MemTracker` takes time quadratic in the number of
-    layers.
+    Mode that counts floating-point `operations`, too. Torch's `FlopCounterMode` and `MemTracker` return the same
+    numbers, but `MemTracker` takes time quadratic in the number of layers.
     """
 
     def __init__(self, baseline: Iterable[torch.Tensor] = ()):
-        super().__init__()
-        self.now = self.peak = self.operations = 0
-        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in baseline}  # bytes by the storage's address
+        super().__init__(baseline)
+        self.operations = 0
         # FLOP counters that torch lacks, such as for CPU operators. Torch's counters are looked up when an operator
         # runs, because torch registers some of them on first use.
         self._counters = {
@@ -126,35 +121,16 @@ class Watch(TorchDispatchMode):
         args: Sequence[PyTree] = (),
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
-        kwargs = kwargs or {}
-        input_storages = {tensor.untyped_storage()._cdata for tensor in _tensors(args, kwargs)}
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         count = self._counters.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
         if count is not None:
-            self.operations += count(*args, **kwargs, out_val=result)
-        for tensor in _tensors(result):  # a view, or an operation in place, returns the storage of an input
-            storage = tensor.untyped_storage()
-            if storage._cdata not in input_storages and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._count_freed, storage._cdata)
+            self.operations += count(*args, **(kwargs or {}), out_val=result)
         return result
-
-    def _count_freed(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
 
 
 def _shapes_with_query_heads(query: torch.Tensor, *states: torch.Tensor) -> list[tuple[int, ...]]:
     """Returns the shapes of keys and values with as many heads as the query, as counters before torch 2.13 require."""
     return [(state.shape[0], query.shape[1], *state.shape[2:]) for state in states]
-
-
-@contextmanager
-def convertible_modules() -> Iterator[None]:
-    """Lets `nn.Module.to` convert fake weights within the context. Torch's `swap_tensors` rejects fake tensors."""
-    with replaced(torch.utils, swap_tensors=lambda old, new: setattr(old, "data", new)):
-        yield
 
 
 @contextmanager

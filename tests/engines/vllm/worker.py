@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "shims")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "shims")]
 
 import vllm_cpu  # noqa: E402
 from helpers.engine_runs import RecordedOmni, make  # noqa: E402

@@ -15,7 +15,7 @@ from helpers.processes import PATIENCE, end, free_port, python_command, python_e
 from trl.import_utils import is_vllm_available
 
 
-SHIM = Path(__file__).parents[1] / "shims/vllm_cpu.py"
+SHIM = Path(__file__).parents[2] / "shims/vllm_cpu.py"
 FLAGS = [
     *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.3"),
     *("--max-model-len", "512", "--max-num-seqs", "16", "--num-gpu-blocks-override", "2048"),
