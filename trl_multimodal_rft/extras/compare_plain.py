@@ -165,6 +165,7 @@ class PlainComparison:
         # Completions with their advantages, by group and tokens, in the order in which they were sampled
         self.sampled: dict[tuple, deque[tuple[Completion, torch.Tensor]]] = {}
         self.n_tokens = 0
+        self.has_unscorable = False
 
     def _method(self) -> str:
         """Returns the run's method. Raises `ValueError` about the first thing that its plain step doesn't know."""
@@ -249,9 +250,12 @@ class PlainComparison:
         self.model.load_state_dict(self.policy.state_dict())
         logged = [list(values)[-len(rollout.prompts) :] for values in trainer._logs["rewards"].values()]
         by_function = torch.tensor(logged, dtype=torch.float64).T
-        if by_function.isnan().all(1).any():
+        is_unscorable = by_function.isnan().all(1)
+        self.has_unscorable = bool(is_unscorable.any())
+        if self.has_unscorable and self.method == "rloo":
             raise _refused("completion without a reward")
-        rewards = (by_function * trainer.reward_weights.double().cpu()).nansum(1)
+        weighted = (by_function * trainer.reward_weights.double().cpu()).nansum(1)
+        rewards = torch.where(is_unscorable, torch.nan, weighted)
         completions = []
         for i, prompt in enumerate(rollout.prompts):
             ids = rollout.completion_ids[i][rollout.completion_mask[i].bool()]
@@ -276,7 +280,8 @@ class PlainComparison:
 
     @property
     def _has_papers_advantages(self) -> bool:
-        return (self.args.advantage_estimator, self.args.scale_rewards) == ("group_norm", "group")
+        args = self.args
+        return (args.advantage_estimator, args.scale_rewards) == ("group_norm", "group") and not self.has_unscorable
 
     def _estimated(
         self, completions: list[Completion], rewards: torch.Tensor, by_function: torch.Tensor, group_ids: torch.Tensor
