@@ -10,8 +10,7 @@ import soundfile
 import torch
 from datasets import Audio, Dataset, load_dataset
 from helpers.chats import RATE, user
-from helpers.encoding import own_logps
-from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND, encode
+from helpers.families import ALL_FAMILIES, ONE_OF_EACH_KIND
 from helpers.marks import slow_but
 from helpers.trainer_utils import Recording, load, make_trainer
 
@@ -26,6 +25,7 @@ from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, paired_interval
 from trl_multimodal_rft.extras import filter
+from trl_multimodal_rft.plain.forward import Completion, encode, in_double, log_probabilities
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.trainers.base.logs import is_due
 from trl_multimodal_rft.views import as_view
@@ -245,12 +245,14 @@ def test_nothing_changes_but_the_features(family):
 # During training
 
 
-def by_hand(model, processor, row, ids, silent):
-    """Returns log-probabilities of a completion from the model's forward pass on a tone."""
+def plain_logps(model, processor, row, ids, silent):
+    """Returns log-probabilities of a completion of the plain step on a tone."""
     sound = soundfile.read(row["audio"]["path"], dtype="float32")[0]
     blocks = [{"type": "audio", "audio": 0 * sound if silent else sound}]
     blocks.append({"type": "text", "text": row["prompt"][0]["content"]})
-    return own_logps(model, encode(processor, [{"role": "user", "content": blocks}]), ids)
+    prompt = encode(processor, [{"role": "user", "content": blocks}])
+    with torch.no_grad():
+        return log_probabilities(in_double(model), Completion(prompt, ids))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, tra
     moved, rollout = [], trainer.draws[0].batch
     for row, place in ((rows[0], 0), (rows[1], 4)):
         ids = rollout.completion_ids[place][rollout.completion_mask[place].bool()]
-        with_tone, silent = (by_hand(model, processor, row, ids, each) for each in (False, True))
+        with_tone, silent = (plain_logps(model, processor, row, ids, each) for each in (False, True))
         moved.append((with_tone - silent).abs())
     assert value == pytest.approx(torch.cat(moved).mean().item(), rel=1e-4)
     assert moved[1].mean() > 1 and moved[1].mean() > 3 * moved[0].mean()  # only the second needs its tone

@@ -5,12 +5,12 @@ import torch
 from datasets import Dataset
 from trl import DistillationTrainer
 
-from helpers.encoding import extended
-from helpers.families import encode
 from helpers.samplers import pseudo_random
 from helpers.tools import first_calls
 from helpers.trainer_utils import Injected, RemembersPacking, load, run, shifted
 from trl_multimodal_rft import MultimodalDistillationTrainer
+from trl_multimodal_rft.plain.distillation import jensen_shannon as divergence
+from trl_multimodal_rft.plain.forward import Completion, descend, encode, in_double, log_distributions
 
 
 def _single_turn(trainer, prompt_ids, *args, **kwargs):
@@ -46,29 +46,30 @@ def distill(trainer_class, family: str, dataset, objects=None, **options):
     return run(trainer_class, family, dataset, reward=None, objects=objects, **options)
 
 
-def by_hand(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0, top_k=None):
+def plain_step(student, teacher, processor, contents, completions, *, beta, read=None, temperature=1.0, top_k=None):
     """
-    Returns the mean divergence over the completions' tokens, the student's mean entropy, and the divergence's
-    gradients, by the equations, from plain forward passes of single completions. `contents` are content blocks of
-    prompts. `read` has the teacher's if they differ. With `top_k`, tokens beyond the teacher's `top_k` count as one.
+    Returns the loss of the plain step, the student's mean entropy, and the loss's gradients. `contents` are content
+    blocks of prompts. `read` has the teacher's if they differ. With `top_k`, tokens beyond the teacher's `top_k` count
+    as one.
     """
-    total, entropy, n_tokens = 0.0, 0.0, sum(map(len, completions))
+    student = in_double(student)
+    teacher = in_double(teacher)
+    divergences = []
+    entropies = []
     for content, teacher_content, ids in zip(contents, read or contents, completions, strict=True):
-        log_probs = []
-        for model, blocks in ((student, content), (teacher, teacher_content)):
-            with torch.set_grad_enabled(not log_probs):  # gradients of the student, which comes first
-                inputs = encode(processor, [{"role": "user", "content": blocks}])
-                logits = model(**extended(inputs, torch.tensor(ids))).logits[0, -len(ids) - 1 : -1]
-                log_probs.append((logits / temperature).log_softmax(-1))
-        entropy -= (log_probs[0].exp() * log_probs[0]).sum().item()
+        seen, told = (
+            Completion(encode(processor, [{"role": "user", "content": blocks}]), torch.tensor(ids))
+            for blocks in (content, teacher_content)
+        )
+        of_student = log_distributions(student, seen, temperature)
+        with torch.no_grad():
+            of_teacher = log_distributions(teacher, told, temperature)
+        entropies.append(-(of_student.exp() * of_student).sum(-1).detach())
         if top_k is not None:
-            log_probs = with_rest(*log_probs, top_k)
-        total = total + divergence(*log_probs, beta).sum()
-    loss = total / n_tokens
-    student.zero_grad()
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
-    return loss.item(), entropy / n_tokens, gradients
+            of_student, of_teacher = with_rest(of_student, of_teacher, top_k)
+        divergences.append(divergence(of_student, of_teacher, beta))
+    loss = torch.cat(divergences).mean()
+    return loss.item(), torch.cat(entropies).mean().item(), descend(student, loss, 0.0)
 
 
 def with_rest(student, teacher, top_k):
@@ -76,15 +77,3 @@ def with_rest(student, teacher, top_k):
     ids = teacher.topk(top_k, dim=-1).indices
     chosen = [log_probs.exp().gather(-1, ids) for log_probs in (student, teacher)]
     return [torch.cat([log_probs, 1 - log_probs.sum(-1, keepdim=True)], dim=-1).log() for log_probs in chosen]
-
-
-def divergence(student, teacher, beta):
-    """Returns the generalized Jensen-Shannon divergence: KL(teacher, student) for a `beta` of 0, reversed for 1."""
-
-    def kl(p, q):
-        return (p.exp() * (p - q)).sum(-1)
-
-    if beta in (0, 1):
-        return kl(student, teacher) if beta else kl(teacher, student)
-    mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
-    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)

@@ -2,13 +2,13 @@
 """Runs of the GRPO trainer whose advantages and losses the tests recompute."""
 
 import functools
+import math
+from statistics import fmean, pstdev
 
 import torch
 from torch.testing import assert_close
 
 from helpers.trainer_utils import Recorded, by_key, image_rows, keys, length_and_sum, run
-from trl_multimodal_rft.algorithms.advantages import as_estimator, estimate_advantages
-from trl_multimodal_rft.algorithms.losses import LossInputs, Normalizer, grpo_loss
 
 
 FAMILY = "qwen2_5_vl"
@@ -32,36 +32,41 @@ def ours(trainer_class=Recorded, family=FAMILY, rows=None, **options):
     return run(trainer_class, family, rows or dataset(), **{"self_check": False, **options})
 
 
-def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward: reward, **options):
+def centred(rewards, prompts, lengths):
+    """Returns rewards minus their mean over the completions of a prompt that have one, 0 without a reward."""
+    groups = {prompt: [] for prompt in prompts}
+    for reward, prompt in zip(rewards, prompts, strict=True):
+        groups[prompt] += [] if reward is None else [reward]
+    pairs = zip(rewards, prompts, strict=True)
+    return [0.0 if reward is None else reward - fmean(groups[prompt]) for reward, prompt in pairs]
+
+
+def whitened(rewards, prompts, lengths):
+    """Returns rewards minus their mean over all tokens, divided by their deviation, 0 without a reward."""
+    by_token = []
+    for reward, length in zip(rewards, lengths, strict=True):
+        by_token += [] if reward is None else [reward] * length
+    return [0.0 if reward is None else (reward - fmean(by_token)) / pstdev(by_token) for reward in rewards]
+
+
+def check_advantages(moments, drawn, formula, *, shape=lambda reward: reward):
     """
-    Asserts that the loss got the estimator's advantages for the rewards of one draw of completions, which `shape` maps
-    to shaped rewards. `moments` and `drawn` are records of [`Recording`]: the draw's micro-batches, and the draw.
+    Asserts that the loss got the advantages of a formula for the rewards of one draw of completions, which `shape`
+    maps to shaped rewards. `moments` and `drawn` are records of [`Recording`]: the draw's micro-batches, and the draw.
 
     Returns the shaped rewards, with `None` for unscorable completions.
     """
-    batch, names = drawn.batch, keys(drawn.batch)
+    names = keys(drawn.batch)
     total = drawn.rewards.nansum(1).tolist()
     unscorable = drawn.rewards.isnan().all(1).tolist()
     rewards = [None if missing else shape(reward) for reward, missing in zip(total, unscorable, strict=True)]
-    prompts = list(dict.fromkeys(prompt for prompt, _ in names))
-    scored = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps"} if beta else {}
-    if as_estimator(estimator).reads_logps:
-        scored["old_logps"] = "old_per_token_logps"
-    expected = estimate_advantages(
-        estimator,
-        rewards=torch.tensor([torch.nan if reward is None else reward for reward in rewards]),
-        rewards_per_func=drawn.rewards,
-        group_ids=torch.tensor([prompts.index(prompt) for prompt, _ in names]),
-        mask=batch["completion_mask"],
-        **{name: batch[field] for name, field in scored.items()},
-        kl_coef=beta,
-        **options,
-    )
+    masks = drawn.batch["completion_mask"].bool()
+    expected = torch.tensor(formula(rewards, [prompt for prompt, _ in names], masks.sum(1).tolist()))
     assert expected.any()
-    reached, masks = by_key(moments, "advantages"), batch["completion_mask"].bool()
+    reached = by_key(moments, "advantages")
     assert len(reached) == len(names)
-    for name, values, mask in zip(names, expected, masks, strict=True):
-        assert_close(reached[name], values.expand(len(mask))[mask], rtol=1e-4, atol=1e-5)
+    for name, value, mask in zip(names, expected, masks, strict=True):
+        assert_close(reached[name], value.expand(len(mask))[mask], rtol=1e-4, atol=1e-5)
     return rewards
 
 
@@ -69,20 +74,53 @@ def check_advantages(moments, drawn, estimator, *, beta=0.0, shape=lambda reward
 CANONICAL = {"grpo": "group_norm", "reinforce++": "reinforce", "reinforce++_baseline": "reinforce_baseline"}
 
 
-def loss_by_hand(trainer, moment, logps, weights=None):
-    """Returns the loss of a micro-batch by its formula, which `test_trl_losses.py` and `test_losses.py` test."""
-    args, batch = trainer.args, moment.batch
-    accumulation = args.gradient_accumulation_steps if moment.training else 1
+def shares(trainer, moment):
+    """Returns the weight of each token of a micro-batch in the mean of the loss type, `(B, C)`."""
+    args = trainer.args
+    mask = moment.batch["completion_mask"]
+    steps = args.gradient_accumulation_steps if moment.training else 1
     # Number of the update's tokens: training has the number of a generation batch
-    tokens = batch["num_items_in_batch"] * (accumulation / args.steps_per_generation if moment.training else 1)
-    inputs = LossInputs(
-        logps,
-        batch.get("old_per_token_logps", logps.detach()),
-        batch["advantages"],
-        batch["completion_mask"],
-        1.0 if weights is None else weights,
-        ref_logps=batch["ref_per_token_logps"] if moment.kl_coef and not args.kl_in_reward else None,
-        entropies=moment.entropies,
-    )
-    normalizer = Normalizer(accumulation, trainer.max_completion_length, tokens)
-    return grpo_loss(args.loss, inputs, args.loss_options(), normalizer, kl_coef=moment.kl_coef or 0.0).loss
+    n_tokens = moment.batch["num_items_in_batch"] * (steps / args.steps_per_generation if moment.training else 1)
+    n = len(mask) * steps
+    denominators = {
+        **dict.fromkeys(("grpo", "gmpo"), n * mask.sum(1, keepdim=True)),
+        **dict.fromkeys(("dapo", "cpgd", "dual_clip"), n_tokens),
+        "luspo": n,
+        "bnpo": steps * mask.sum(),
+        "dr_grpo": n * args.max_completion_length,
+    }
+    return mask / denominators[args.loss.name]
+
+
+def loss_by_hand(trainer, moment, logps, weights=1.0):
+    """Returns the loss of a micro-batch by the formulas of the papers."""
+    args = trainer.args
+    batch = moment.batch
+    mask = batch["completion_mask"]
+    name = args.loss.name
+    advantages = batch["advantages"]
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    log_ratios = torch.where(mask.bool(), logps - batch.get("old_per_token_logps", logps.detach()), 0)
+    ratios = log_ratios.exp()
+    epsilon = args.epsilon
+    terms = 0.0
+    if name == "gmpo":
+        clipped = torch.where(advantages > 0, log_ratios.clamp(max=epsilon), log_ratios.clamp(min=-epsilon))
+        chosen = mask * weights
+        losses = (
+            -((clipped * chosen).sum(1, keepdim=True) / chosen.sum(1, keepdim=True).clamp(min=1)).exp() * advantages
+        )
+        weights = 1.0
+    elif name == "cpgd":
+        clipped = log_ratios.clamp(math.log(1 - epsilon), math.log(1 + epsilon))
+        losses = -torch.minimum(log_ratios * advantages, clipped * advantages)
+        drift = {"drift_coef": 0.01, "drift_clamp": 2.0, **args.loss.settings}
+        terms = drift["drift_coef"] * (ratios.detach() - 1).clamp(max=drift["drift_clamp"]) * logps
+    else:
+        largest = args.delta if name == "dual_clip" else math.inf
+        clipped = ratios.clamp(1 - epsilon, 1 + epsilon)
+        losses = -torch.minimum(ratios.clamp(max=largest) * advantages, clipped * advantages)
+    if moment.kl_coef and not args.kl_in_reward:
+        assert args.kl_estimator == "k2"
+        terms = terms + moment.kl_coef * (logps - batch["ref_per_token_logps"]).square() / 2
+    return torch.where(mask.bool(), (losses * weights + terms) * shares(trainer, moment), 0).sum()

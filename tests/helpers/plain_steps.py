@@ -20,6 +20,7 @@ from helpers.trainer_utils import (
     relative_difference,
     with_media,
 )
+from trl_multimodal_rft.extras.compare_plain import PlainComparison
 from trl_multimodal_rft.plain.forward import Completion, encode, encode_answer
 
 
@@ -123,6 +124,16 @@ def assert_same(
         assert abs(run.losses[i] - loss) <= tolerance * max(1, abs(loss)), (run.losses[i], loss)
         assert difference(run.gradients[i], gradients) <= tolerance, difference(run.gradients[i], gradients)
     assert any(change.any() for change in run.update.values())
+
+
+def assert_plain(trainer_class, family: str, rows, n_updates: int, **options) -> PlainComparison:
+    """Asserts that a run's updates are those of the plain step, or of its loss and estimator on plain numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"sampler": PseudoRandom, "self_check": False, **options}
+        comparison = PlainComparison(make_trainer(trainer_class, family, rows, folder, **options))
+        comparison.train(n_updates)
+    assert not comparison.differs, comparison.report()
+    return comparison
 
 
 # Rows with answers

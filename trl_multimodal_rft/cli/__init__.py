@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_versions()
         from ..progress import announce
 
+        if name == "compare" and any(word.startswith("--plain") for word in argv):
+            with imports:
+                plain = command_module("plain")
+            return plain.run(argv[1:])  # most of its options are those of a training run
         parser = _parser(str(name))
         args = parser.parse_with_config(argv[1:], getattr(parsers, f"options_for_{name}", None))
         announce("loading libraries")

@@ -122,6 +122,14 @@ def compare(parser: Parser) -> None:
         default=3,
         help="steps of each trainer; more than one, to leave the first one's caches out",
     )
+    plain_help = (
+        "instead, compare updates of a run with the plain step of its method: grpo, rloo, sft, dpo, kto or reward"
+    )
+    add(
+        "--plain",
+        metavar="METHOD",
+        help=f"{plain_help}. Other options are then those of the method, and `--steps` (2)",
+    )
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     names = [
         name for name in _CHECK_OPTIONS if name not in ("dataset_streaming", "reward_funcs", "vllm_max_model_length")

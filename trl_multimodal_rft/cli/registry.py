@@ -34,6 +34,7 @@ OUTSIDE = {
     "estimate": "extras.estimate",
     "evaluate": "extras.evaluate",
     "filter": "extras.filter",
+    "plain": "extras.compare_plain",  # `compare --plain`
     "prepare": "extras.prepare.command",
 }
 

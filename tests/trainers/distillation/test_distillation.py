@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.chats import image, video
-from helpers.distillation_runs import CallingTRL, InjectedOurs, InjectedTRL, by_hand, distill, teacher
+from helpers.distillation_runs import CallingTRL, InjectedOurs, InjectedTRL, distill, plain_step, teacher
 from helpers.families import encode
 from helpers.marks import slow_but
 from helpers.samplers import pseudo_random
@@ -113,7 +113,7 @@ def expected(run, kind, contents, *, read=None, teaches=None, **options):
     ids = completions_of(run, kind, contents)
     four = [each for each in contents for _ in range(4)]
     read = [each for each in read or contents for _ in range(4)]
-    return by_hand(student, teaches or teacher(family), processor, four, ids, read=read, **options)
+    return plain_step(student, teaches or teacher(family), processor, four, ids, read=read, **options)
 
 
 def assert_step(run, loss, entropy, gradients):
@@ -232,7 +232,7 @@ def test_vision_opd_is_that_of_the_paper(k, adapter):
         student, teaches = with_weights(student, before), with_weights(teaches, average)
         prompts = [encode_ids(trainer.processing_class, each) for each in seen]
         ids = pseudo_random(prompts, step, True, trainer._tokenizer)
-        loss, _, gradients = by_hand(
+        loss, _, gradients = plain_step(
             student, teaches, trainer.processing_class, seen, ids, read=read, beta=0.5, top_k=k
         )
         assert logs[step]["loss"] == pytest.approx(loss, rel=1e-3)
@@ -287,7 +287,7 @@ def test_own_teacher_of_an_adapter(weights):
     ids = completions_of(run, "image", clean)
     four = [[each for each in given for _ in range(4)] for given in (clean, blanked)]
     processor = run.trainer.processing_class
-    loss, entropy, gradients = by_hand(student, teaches, processor, four[0], ids, read=four[1], beta=1.0)
+    loss, entropy, gradients = plain_step(student, teaches, processor, four[0], ids, read=four[1], beta=1.0)
     assert run.history[0]["loss"] == pytest.approx(loss, rel=1e-4)
     assert run.history[0]["grad_norm"] == pytest.approx(norm(gradients), rel=1e-4)
     assert all("lora" in name for name in gradients)

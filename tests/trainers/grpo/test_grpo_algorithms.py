@@ -6,8 +6,9 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
-from helpers.grpo_runs import FAMILY, TWO, check_advantages, dataset, loss_by_hand, ours, rough
+from helpers.grpo_runs import FAMILY, TWO, centred, check_advantages, dataset, loss_by_hand, ours, rough
 from helpers.marks import slow_but
+from helpers.plain_steps import assert_plain
 from helpers.trainer_utils import (
     InjectedOurs,
     Recorded,
@@ -25,7 +26,7 @@ from helpers.trainer_utils import (
 from torch.testing import assert_close
 from trl.experimental.gmpo import GMPOTrainer
 
-from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
+from trl_multimodal_rft import MultimodalGRPOTrainer
 
 
 # Two updates on one generation batch, each from two of its four micro-batches, and the same again
@@ -43,37 +44,39 @@ KL_IN_REWARD = {"beta": 0.5, "kl_estimator": "k1"}
 
 
 @pytest.mark.parametrize(
-    "estimator, options, arguments",
+    ("estimator", "options"),
     [
-        ("group_norm", {}, {}),
-        ("grpo", KL_IN_REWARD, {}),
-        ("group_norm", {"scale_rewards": "none"}, {"scale": "none"}),
-        ("rloo", {"beta": 0.5}, {}),
-        ("reinforce", {}, {}),
-        ("reinforce++", {"beta": 0.5}, {}),
-        ("reinforce++_baseline(norm_level='sequence')", {}, {}),
-        ("reinforce_baseline", KL_IN_REWARD, {}),
-        ("cpgd", {}, {}),
-        ("cpgd(weight='std')", {}, {}),
-        ("dr_grpo", {}, {}),
-        ("max_rl", {}, {}),
-        ("pass_at_k(k=2)", KL_IN_REWARD, {}),
-        ("pkpo(k=2)", {}, {}),
-        ("opo", {}, {}),
-        ("optimal_token_baseline", {}, {}),
-        ("optimal_token_baseline", KL_IN_REWARD, {}),
+        ("group_norm", {}),
+        ("grpo", KL_IN_REWARD),
+        ("group_norm", {"scale_rewards": "none"}),
+        ("rloo", {"beta": 0.5}),
+        ("reinforce", {}),
+        ("reinforce++", {"beta": 0.5}),
+        ("reinforce++_baseline(norm_level='sequence')", {}),
+        ("reinforce_baseline", KL_IN_REWARD),
+        ("cpgd", {}),
+        ("cpgd(weight='std')", {}),
+        ("dr_grpo", {}),
+        ("max_rl", {}),
+        ("pass_at_k(k=2)", KL_IN_REWARD),
+        ("pkpo(k=2)", {}),
+        ("opo", {}),
+        ("optimal_token_baseline", {}),
+        ("optimal_token_baseline", KL_IN_REWARD),
     ],
 )
-def test_advantages_are_those_of_the_estimator(estimator, options, arguments):
-    """`test_advantages.py` tests its formula."""
-    batches = {**TWO, "per_device_train_batch_size": 8, "max_steps": 1, "shuffle_dataset": False}
-    result = ours(advantage_estimator=estimator, reward=rough, objects=moved(FAMILY), **batches, **options)
-    trainer = result.trainer
-    beta = options.get("beta", 0.0)
-    rewards = check_advantages(trainer.micro_batches, trainer.draws[0], estimator, beta=beta, **arguments)
+def test_updates_are_those_of_the_estimator(estimator, options):
+    """With rewards, groups and log-probabilities of the plain step. `test_advantages.py` tests its formula."""
+    rewards = []
+
+    def kept(**columns):
+        rewards.extend(rough(**columns))
+        return rewards[-len(columns["completion_ids"]) :]
+
+    batches = {**TWO, "per_device_train_batch_size": 8, "shuffle_dataset": False, "objects": moved(FAMILY)}
+    options = {"advantage_estimator": estimator, "reward": kept, **batches, **options}
+    assert_plain(MultimodalGRPOTrainer, FAMILY, dataset(), 1, **options)
     assert None in rewards and sum(reward is not None and abs(reward - 0.1) < 1e-6 for reward in rewards) >= 4
-    by_token = estimator in ("reinforce", "reinforce++", "optimal_token_baseline")
-    assert {moment.batch["advantages"].dim() for moment in trainer.micro_batches} == {2 if by_token else 1}
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -133,7 +136,7 @@ def test_function_as_estimator(beta, by_token):
 def check_losses(result, weights=None, moments=None):
     """Compares each micro-batch's loss and its gradient by the log-probabilities with hand-computed ones."""
     moments = moments or result.trainer.micro_batches
-    for moment, weight in zip(moments, weights or [None] * len(moments), strict=True):
+    for moment, weight in zip(moments, weights or [1.0] * len(moments), strict=True):
         logps = moment.logps.clone().requires_grad_()
         loss = loss_by_hand(result.trainer, moment, logps, weight)
         assert_close(moment.loss, loss.detach(), rtol=1e-5, atol=1e-6)
@@ -192,12 +195,11 @@ LOSSES_OF_TOKENS = {
 @pytest.mark.parametrize(
     "name", slow_but(LOSSES_OF_TOKENS, "ipo(ipo_threshold=0.02, kl_tau=0.5)", "kl_cov(kl_cov_ratio=0.2)")
 )
-def test_losses_of_tokens_equal_those_by_hand_packed_and_padded(name):
+def test_losses_of_tokens_are_those_of_plain_log_probabilities_packed_and_padded(name):
+    assert_plain(MultimodalGRPOTrainer, FAMILY, dataset(), 4, loss_type=name, **REUSED, **LOSSES_OF_TOKENS[name])
     updates = []
     for packing in ("prefix", "padded"):
-        result = ours(loss_type=name, packing=packing, **REUSED, **LOSSES_OF_TOKENS[name])
-        check_losses(result)
-        updates.append(result.update)
+        updates.append(ours(loss_type=name, packing=packing, **REUSED, **LOSSES_OF_TOKENS[name]).update)
     assert norm(updates[0]) > 1e-3
     assert relative_difference(*updates) < 2e-5
     plain = ours(loss_type="dapo", **REUSED)
@@ -209,10 +211,10 @@ def test_losses_of_tokens_equal_those_by_hand_packed_and_padded(name):
 
 @pytest.mark.parametrize("estimator, loss_type", [("rloo", "dual_clip"), ("reinforce", "dapo")])
 def test_kl_in_the_reward_is_logged_and_not_in_the_loss(estimator, loss_type):
-    options = {**REUSED, "max_steps": 2, "beta": 0.5, "objects": moved(FAMILY)}
-    result = ours(advantage_estimator=estimator, loss_type=loss_type, **options)
+    options = {**REUSED, "max_steps": 2, "beta": 0.5, "advantage_estimator": estimator, "loss_type": loss_type}
+    assert_plain(MultimodalGRPOTrainer, FAMILY, dataset(), 2, objects=moved(FAMILY), **options)
+    result = ours(objects=moved(FAMILY), **options)
     assert result.trainer.args.kl_in_reward and result.trainer.args.kl_estimator == "k1"
-    check_losses(result)
     batch = result.trainer.draws[0].batch
     mask = batch["completion_mask"].bool()
     expected = (batch["old_per_token_logps"] - batch["ref_per_token_logps"])[mask].mean().item()
@@ -294,13 +296,31 @@ def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
 # High-entropy tokens
 
 
+def highest(entropies, mask, ratio, renormalize):
+    """Returns the weights of tokens: of some, those with the highest entropies count, and the first of equal ones."""
+    valid = mask.bool()
+    n = int(valid.sum())
+    k = math.ceil(ratio * n - 1e-9)
+    chosen = entropies[valid].round(decimals=5).sort(descending=True, stable=True).indices[:k]
+    kept = torch.zeros(n)
+    kept[chosen] = n / k if renormalize else 1.0
+    weights = torch.zeros(mask.shape)
+    weights[valid] = kept
+    return weights
+
+
 def weights_by_hand(moments, scope, ratio, renormalize, entropies):
-    """Returns the weights of an optimizer step's micro-batches; `test_losses.py` tests the choice of tokens."""
-    masks, options = [moment.batch["completion_mask"] for moment in moments], {"renormalize": renormalize}
+    """Returns the weights of an optimizer step's micro-batches."""
+    masks = [moment.batch["completion_mask"] for moment in moments]
     if scope == "batch":
-        return high_entropy_mask(torch.cat(entropies), torch.cat(masks), ratio, **options).chunk(len(masks))
-    options["scope"] = scope.replace("micro_batch", "batch")
-    return [high_entropy_mask(*each, ratio, **options) for each in zip(entropies, masks, strict=True)]
+        return highest(torch.cat(entropies), torch.cat(masks), ratio, renormalize).chunk(len(masks))
+    if scope == "micro_batch":
+        return [highest(*pair, ratio, renormalize) for pair in zip(entropies, masks, strict=True)]
+    weights = []
+    for rows in zip(entropies, masks, strict=True):
+        by_completion = [highest(*row, ratio, renormalize) for row in zip(*rows, strict=True)]
+        weights.append(torch.stack(by_completion))
+    return weights
 
 
 class Scoring(Recorded):
@@ -430,7 +450,7 @@ def test_overlong_completions_are_penalized():
     assert drawn.rewards[:, 2].tolist() == pytest.approx(penalties)
     assert logged(result, "rewards/soft_overlong_punishment/mean") == [pytest.approx(fmean(penalties))]
     drawn.rewards *= torch.tensor([0.5, 1.0, 1.0])
-    rewards = check_advantages(result.trainer.micro_batches, drawn, "dr_grpo")
+    rewards = check_advantages(result.trainer.micro_batches, drawn, centred)
     assert logged(result, "reward") == [pytest.approx(fmean(rewards))]
 
 
@@ -471,7 +491,7 @@ def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():
     for drawn, moment in zip(result.trainer.draws, result.trainer.micro_batches, strict=True):
         if drawn.training:
             seen += drawn.rewards[~drawn.rewards.isnan()].tolist()
-        rewards = check_advantages([moment], drawn, "dr_grpo", shape=shape)
+        rewards = check_advantages([moment], drawn, centred, shape=shape)
         rewards = [reward for reward in rewards if reward is not None]
         assert {0.5, 1.5} <= set(rewards) and stdev(seen) > 1.05
         means[drawn.training].append(fmean(rewards))

@@ -11,7 +11,7 @@ import house
 import pytest
 import torch
 from datasets import IterableDataset
-from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough
+from helpers.grpo_runs import CANONICAL, FAMILY, TWO, check_advantages, dataset, ours, rough, whitened
 from helpers.trainer_utils import InjectedOurs, keys, length_and_sum, load, make_trainer, norm, relative_difference
 
 from trl_multimodal_rft import (
@@ -425,7 +425,7 @@ def test_single_completions_train_with_reinforce():
     assert len({prompt for moment in moments[:2] for prompt, _ in keys(moment.batch)}) == 8
     for drawn in result.trainer.draws:
         part = [m for m in moments if (m.step, m.training) == (drawn.step, drawn.training)]
-        check_advantages(part, drawn, "reinforce")
+        check_advantages(part, drawn, whitened)
 
 
 STREAM = IterableDataset.from_generator(lambda: iter([{"prompt": "Is there a bird?"}]))

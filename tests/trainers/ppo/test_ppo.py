@@ -10,7 +10,7 @@ from statistics import fmean, pstdev, pvariance
 import pytest
 import torch
 import transformers
-from helpers.grpo_runs import loss_by_hand
+from helpers.grpo_runs import loss_by_hand, shares
 from helpers.marks import slow_but
 from helpers.ppo_runs import FAMILY, Ours, Sampled, critic_of, dataset, encoded, head_weights, rough, weights_of
 from helpers.trainer_utils import (
@@ -503,26 +503,20 @@ def test_critic_of_a_quantized_policy(tmp_path):
 def value_loss_by_hand(trainer, moment, values):
     """Computes the value loss of a micro-batch token by token, and the number of clipped tokens."""
     args, batch = trainer.args, moment.batch
-    kind, steps = args.loss.name, args.gradient_accumulation_steps
     rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
     scorable = [i for i, flag in enumerate(batch["rewards.scorable"].tolist()) if flag]
     n_scorable = sum(len(rows[i]) for i in scorable)
-    items = batch["num_items_in_batch"].item() * steps / args.steps_per_generation
+    weights = shares(trainer, moment)
+    if args.loss.name == "bnpo":
+        weights = weights * batch["completion_mask"].sum() / n_scorable
     total = mean = clipped = 0.0
     for i in scorable:
         for t in rows[i]:
-            share = {
-                "grpo": 1 / (len(rows[i]) * len(rows) * steps),
-                **dict.fromkeys(("dapo", "cpgd"), 1 / items),
-                "luspo": 1 / (len(rows) * steps),
-                "bnpo": 1 / (n_scorable * steps),
-                "dr_grpo": 1 / (len(rows) * args.max_completion_length * steps),
-            }[kind]
             value, old, target = (x[i, t].item() for x in (values, batch["values.old"], batch["values.returns"]))
             near = old + max(min(value - old, args.value_loss.cliprange), -args.value_loss.cliprange)
             error = max((value - target) ** 2, (near - target) ** 2) / 2
             clipped += (near - target) ** 2 > (value - target) ** 2
-            total += share * error
+            total += weights[i, t].item() * error
             mean += error / n_scorable
     return total, mean, clipped / max(n_scorable, 1)
 
