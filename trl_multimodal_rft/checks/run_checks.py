@@ -15,7 +15,7 @@ from ..families import MODALITIES, input_modalities
 from ..policy import Fallbacks, PolicyForward, modalities_of
 from ..progress import print_above_bars
 from ..rollout.ranks import any_rank
-from ..rollout.rollout import Rollout, require
+from ..rollout.rollout import Rollout
 from .engine_check import EngineCheck
 from .self_check import RunSettings, SelfCheck, check_conversation, run_self_check
 
@@ -112,7 +112,7 @@ class Checks:
         assert check is not None
         if self._engine_check is None or self._engine_check.check is not check:
             self._engine_check = EngineCheck(self.policy, check, dtype, logit_bias)
-        batch = rollout.completions, rollout.loss_mask, require(rollout.sampling_per_token_logps)
+        batch = rollout.completions, rollout.loss_mask, rollout.sampling_per_token_logps
         is_new = self._engine_check.run(model, step, *batch)
         if has_tools:
             is_new = self._engine_check.run_after_tools(model, *batch) or is_new

@@ -13,7 +13,7 @@ import torch
 from trl.trainer.utils import nanmax, nanmin
 
 from ..algorithms.metrics import Metric
-from .rollout import Rollout, require
+from .rollout import Rollout
 
 
 def engine_ratios(
@@ -66,8 +66,8 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
     if conflict:
         raise ValueError(conflict)
     return engine_ratios(
-        require(rollout.old_per_token_logps),
-        require(rollout.sampling_per_token_logps),
+        rollout.old_per_token_logps,
+        rollout.sampling_per_token_logps,
         rollout.scored_mask,
         mode,
         args.vllm_importance_sampling_clip_min,
@@ -78,8 +78,8 @@ def rollout_ratios(rollout: Rollout, args: Any) -> torch.Tensor:
 def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     """Returns TRL's metrics of differences between policy and engine, and of their ratios, over parts of a rollout."""
     scored_parts = [part if part.rows_to_score is None else part.select(part.rows_to_score) for part in parts]
-    logps = torch.cat([require(part.old_per_token_logps) for part in scored_parts])
-    engine_logps = torch.cat([require(part.sampling_per_token_logps) for part in scored_parts])
+    logps = torch.cat([part.old_per_token_logps for part in scored_parts])
+    engine_logps = torch.cat([part.sampling_per_token_logps for part in scored_parts])
     mask = torch.cat([part.loss_mask for part in scored_parts])
     ratios = torch.cat([rollout_ratios(part, args) for part in scored_parts])
     difference = (logps - engine_logps).abs()[mask.bool() & ~engine_logps.isnan()]

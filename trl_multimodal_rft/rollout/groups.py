@@ -12,7 +12,7 @@ from datasets import IterableDataset
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
-from .rollout import PARTS, RewardValues, Rollout, join_rollouts, require
+from .rollout import PARTS, RewardValues, Rollout, join_rollouts
 
 
 # Classes in the result of [`GroupBuffer.state_dict`], for `torch.serialization.safe_globals`, also by earlier names
@@ -131,7 +131,7 @@ class GroupExchange:
             result, packed=rollout.packed, step=step, group_ids=rollout.group_ids, num_items_in_batch=n_tokens
         )
         total_age = sum(step - group.step for group in old_groups)
-        unequal_groups = [group for group in drawn_groups if require(group.rewards.has_signal).all()]
+        unequal_groups = [group for group in drawn_groups if group.rewards.has_signal.all()]
         n_equal = len(drawn_groups) - len(unequal_groups)
         n_below, n_above = (sum(_range_side(group) == side for group in unequal_groups) for side in (-1, 1))
         counts = [len(drawn_groups), len(with_signal), n_groups, len(old_groups), total_age, n_equal, n_below, n_above]
@@ -149,7 +149,7 @@ class GroupExchange:
 
 
 def _with_signal(groups: list[Rollout]) -> list[Rollout]:
-    return [group for group in groups if require(group.rewards.has_signal).all() and _range_side(group) == 0]
+    return [group for group in groups if group.rewards.has_signal.all() and _range_side(group) == 0]
 
 
 def _range_side(group: Rollout) -> int:

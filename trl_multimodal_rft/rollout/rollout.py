@@ -17,6 +17,7 @@ from ..policy import Completions
 
 
 def _per_token(fill: float = 0.0) -> Any:
+    """Returns a field with a value per token, which is `None` for methods without it, and its `fill` of padding."""
     return field(default=None, metadata={"fill": fill})
 
 
@@ -41,14 +42,8 @@ class _Part:
 
 
 AnyPart = TypeVar("AnyPart", bound=_Part)
-Written = TypeVar("Written", torch.Tensor, int)
-
-
-def require(value: Written | None) -> Written:
-    """Returns a value that an earlier stage wrote into a rollout. Raises `ValueError` if it is `None`."""
-    if value is None:
-        raise ValueError("A stage read a field of the rollout before another stage has set it; run that stage first.")
-    return value
+# A tensor of the methods that need it, `None` in the others, whose stages and losses don't read it
+MethodTensor = Any
 
 
 @dataclass(eq=False)
@@ -92,7 +87,7 @@ class Source(_Part):
     contexts: list[list[list[dict[str, Any]]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # further columns that `rollout_func` returned
     flight: Flight | None = None
-    from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
+    from_view: MethodTensor = None  # (N,), whether a completion was sampled from a view of its prompt
     # A rollout that was sampled under `contrast_view` and isn't trained on. The list has, for each of that
     # rollout's completions, the batch index of a completion in this rollout: of the same prompt, without the view.
     contrast: "tuple[Prompted, list[int]] | None" = None
@@ -115,18 +110,18 @@ class Rewards:
 
     by_function: list[list[float | None]]  # rewards of this rank's completions, by function
     per_func: torch.Tensor  # (all ranks' N, number of functions)
-    bonus: torch.Tensor | None = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
+    bonus: MethodTensor = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
 
 
 @dataclass(eq=False)
 class RewardValues(_Part):
     """What updates and the exchange of groups read of rewards."""
 
-    has_signal: torch.Tensor | None = None  # (N,), whether the group has signal
-    causes: torch.Tensor | None = None  # (N,), what took the signal from a completion, see `algorithms/signal.py`
+    has_signal: MethodTensor = None  # (N,), whether the group has signal
+    causes: MethodTensor = None  # (N,), what took the signal from a completion, see `algorithms/signal.py`
     # (N,), -1 or 1 where the group's mean reward is at the lower or upper bound of the wanted range, or beyond; else 0
-    out_of_range: torch.Tensor | None = None
-    scorable: torch.Tensor | None = None  # (N,), 0 where no reward function applies
+    out_of_range: MethodTensor = None
+    scorable: MethodTensor = None  # (N,), 0 where no reward function applies
 
 
 @dataclass(eq=False)
@@ -134,16 +129,16 @@ class ViewScores(_Part):
     """Prompts under the view in the loss, and the dependency of tokens on the media that the view replaces."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # under the view; empty without a view
-    replaces: torch.Tensor | None = None  # (N,), whether the view replaces media of the prompt
-    dependency: torch.Tensor | None = _per_token()  # (N, C), how far tokens depend on the replaced media
+    replaces: MethodTensor = None  # (N,), whether the view replaces media of the prompt
+    dependency: MethodTensor = _per_token()  # (N, C), how far tokens depend on the replaced media
 
 
 @dataclass(eq=False)
 class Values(_Part):
     """Values of a critic, and the returns that the critic learns."""
 
-    old: torch.Tensor | None = _per_token()  # (N, C), by the critic before the update
-    returns: torch.Tensor | None = _per_token()  # (N, C)
+    old: MethodTensor = _per_token()  # (N, C), by the critic before the update
+    returns: MethodTensor = _per_token()  # (N, C)
 
 
 @dataclass(eq=False)
@@ -151,21 +146,21 @@ class TeacherScores(_Part):
     """Prompts of a teacher, and scores by a teacher on a server or by one of another tokenizer."""
 
     prompts: list[EncodedPrompt] = field(default_factory=list)  # empty if they equal the student's
-    index: torch.Tensor | None = None  # (N,), of the completion's teacher among several, -1 without a teacher
-    ids: torch.Tensor | None = _per_token(0)  # (N, C, K), the most likely tokens
-    logps: torch.Tensor | None = _per_token()  # (N, C, K), their log-probabilities
+    index: MethodTensor = None  # (N,), of the completion's teacher among several, -1 without a teacher
+    ids: MethodTensor = _per_token(0)  # (N, C, K), the most likely tokens
+    logps: MethodTensor = _per_token()  # (N, C, K), their log-probabilities
     # (N, C), index of each token's span of text in its completion, -1 in none; `None` if all teachers share the
     # student's tokens, each of which is a span
-    spans: torch.Tensor | None = _per_token(-1)
-    span_logps: torch.Tensor | None = _per_token()  # (N, C), log-probability of each token's span
+    spans: MethodTensor = _per_token(-1)
+    span_logps: MethodTensor = _per_token()  # (N, C), log-probability of each token's span
 
 
 @dataclass(eq=False)
 class TokenChoice(_Part):
     """Choice of the tokens that an update trains on."""
 
-    entropies: torch.Tensor | None = _per_token()  # (N, C), under the sampling policy
-    weights: torch.Tensor | None = _per_token()  # (N, C), weights in the policy loss; None if all are 1
+    entropies: MethodTensor = _per_token()  # (N, C), under the sampling policy
+    weights: MethodTensor = _per_token()  # (N, C), weights in the policy loss; None if all are 1
     # Whether the update skips completions, because they have no gradient; empty if none
     without_gradient: list[bool] = field(default_factory=list)
 
@@ -177,7 +172,7 @@ class Drawn(NamedTuple):
     logps: list[list[float | None]] | None  # of the sampler; `None` if the policy itself samples
     mask: list[list[int]] | None = None  # 0 on tokens of tool results; `None` without tools
     flight: Flight | None = None
-    from_view: torch.Tensor | None = None  # (N,), whether a completion was sampled from a view of its prompt
+    from_view: MethodTensor = None  # (N,), whether a completion was sampled from a view of its prompt
     contrast: "tuple[Prompted, list[int]] | None" = None  # see [`Source`]
 
 
@@ -228,15 +223,15 @@ class Rollout(Prompted):
     completion_ids: torch.Tensor = field(metadata={"fill": None})  # (N, C), padded on the right with `pad_token_id`
     # (N, C), 0 on padding, and on truncated completions that are masked
     completion_mask: torch.Tensor = field(metadata={"fill": 0})
-    n_sampled: torch.Tensor | None = None  # (N,), sampled tokens, also those of completions that are masked
-    num_items_in_batch: torch.Tensor | None = None  # (), tokens in the loss over all ranks; `None` without a loss
+    n_sampled: MethodTensor = None  # (N,), sampled tokens, also those of completions that are masked
+    num_items_in_batch: MethodTensor = None  # (), tokens in the loss over all ranks; `None` without a loss
     packed: bool = False  # whether completions share a forward of their prompt
-    tool_mask: torch.Tensor | None = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
-    sampling_per_token_logps: torch.Tensor | None = _per_token()  # (N, C), NaN where the engine returned none
-    old_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
-    ref_per_token_logps: torch.Tensor | None = _per_token()  # (N, C)
-    importance_sampling_ratio: torch.Tensor | None = _per_token()  # (N, C) or (N, 1), of the policy to the engine
-    advantages: torch.Tensor | None = _per_token()  # (N,) or (N, C)
+    tool_mask: MethodTensor = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
+    sampling_per_token_logps: MethodTensor = _per_token()  # (N, C), NaN where the engine returned none
+    old_per_token_logps: MethodTensor = _per_token()  # (N, C)
+    ref_per_token_logps: MethodTensor = _per_token()  # (N, C)
+    importance_sampling_ratio: MethodTensor = _per_token()  # (N, C) or (N, 1), of the policy to the engine
+    advantages: MethodTensor = _per_token()  # (N,) or (N, C)
     rewards: RewardValues = field(default_factory=RewardValues)
     view: ViewScores = field(default_factory=ViewScores)
     values: Values = field(default_factory=Values)
@@ -278,7 +273,7 @@ class Rollout(Prompted):
         return left_pad(self.prompts, self.pad_token_id)["attention_mask"].to(self.completion_ids.device)
 
     @property
-    def old_logps(self) -> torch.Tensor | None:
+    def old_logps(self) -> MethodTensor:
         """Log-probabilities of whole completions, `(N,)`, as TRL's RLOO reads them."""
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
 

@@ -17,7 +17,7 @@ from ..forward.head import HeadRule
 from ..forward.scores import ScoreRequest, Scores
 from ..models.critic import Critic, ValueHead
 from ..policy import PolicyForward
-from .rollout import Rollout, require
+from .rollout import Rollout
 
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
@@ -48,7 +48,7 @@ def score_with_view(
     n = len(rollout)
     packed = rollout.packed
     if views:
-        replaces = require(rollout.view.replaces)
+        replaces = rollout.view.replaces
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         scored_rows = None if len(scored_rows) == 2 * n else scored_rows  # `None` forwards all rows
         doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
@@ -85,7 +85,7 @@ def score_dependency(
         prompts, ids, mask = part.completions
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
         head = head_of(policy.unwrapped(model), rule)
-        target_mask = mask * require(part.view.replaces)[:, None]
+        target_mask = mask * part.view.replaces[:, None]
         target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
         scores = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
         dependencies.append(scores.divergences)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..policy import PolicyForward
 from .ranks import sum_over_ranks
-from .rollout import Rollout, require
+from .rollout import Rollout
 
 
 def n_on_policy(args: Any, steps_per_rollout: int) -> int:
@@ -28,7 +28,7 @@ def n_on_policy(args: Any, steps_per_rollout: int) -> int:
 
 def without_gradient(rollout: Rollout) -> list[bool]:
     """Returns whether completions have a policy gradient of exactly 0, as in a group with equal rewards."""
-    advantages = require(rollout.advantages)
+    advantages = rollout.advantages
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     return (~((advantages != 0) & rollout.loss_mask.bool()).any(1)).tolist()
 

@@ -37,7 +37,7 @@ from ..engines.samplers import Samples
 from ..engines.transformers import Branches
 from ..forward.scores import with_media
 from .environments import EnvironmentFailure, as_content, as_error, is_error_of_mcp
-from .rollout import Drawn, Prompted, Turn, require
+from .rollout import Drawn, Prompted, Turn
 
 
 logger = get_logger(__name__)
@@ -152,7 +152,8 @@ class ToolOutcome:
         # The newest weights, whose version is the batch index, sampled the last token after results
         if drawn.flight is not None:
             has_results = torch.tensor([0 in row for row in self.mask], device=drawn.flight.versions.device)
-            drawn.flight.versions[has_results, 1] = require(source.batch_index)
+            latest: Any = source.batch_index  # asynchronous sampling numbers its batches
+            drawn.flight.versions[has_results, 1] = latest
         drawn = drawn._replace(ids=self.ids, logps=self.logps, mask=self.mask)
         return replace(prompted, prompts=self.prompts, source=source), drawn
 

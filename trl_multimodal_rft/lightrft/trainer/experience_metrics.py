@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ...algorithms.critic import explained_variance
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rollout
 from .experience import Experience, info_of
 from .experience_maker import NaiveExperienceMaker
 from .replay_buffer_utils import BufferItem
@@ -48,12 +48,12 @@ def buffer_statistics(items: list[BufferItem], rollout: Rollout) -> dict[str, fl
     leave out samples without a reward. Without a critic, the samples have no values.
     """
     mask = rollout.loss_mask.bool()
-    is_rewarded = mask & require(rollout.rewards.scorable).bool()[:, None]
+    is_rewarded = mask & rollout.rewards.scorable.bool()[:, None]
     local_metrics = {
         "step_reward": torch.tensor([item.reward for item in items]),
         "response_length": mask.sum(1),
-        "advantages": require(rollout.advantages)[is_rewarded],
-        "returns": require(rollout.values.returns)[is_rewarded],
+        "advantages": rollout.advantages[is_rewarded],
+        "returns": rollout.values.returns[is_rewarded],
     }
     divergences = [(item.info or {}).get("kl") for item in items]  # means of completions
     if all(divergence is not None for divergence in divergences):

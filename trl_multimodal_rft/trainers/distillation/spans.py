@@ -17,7 +17,7 @@ from ...forward.scores import ScoreRequest
 from ...policy import PolicyForward
 from ...rollout.completions import right_pad
 from ...rollout.ranks import sum_over_ranks
-from ...rollout.rollout import Rollout, require
+from ...rollout.rollout import Rollout
 from ..sampling.context import Context
 from ..sampling.prompting import Prompting
 
@@ -134,7 +134,7 @@ def taught_mask(rollout: Rollout) -> torch.Tensor:
 
 def aligned_metrics(rollout: Rollout, names: Mapping[int, str | None], indices: Sequence[int]) -> dict[str, Metric]:
     """Returns the share of the tokens in the loss that are aligned, by teacher."""
-    is_aligned = (require(rollout.teacher.spans) >= 0).float()
+    is_aligned = (rollout.teacher.spans >= 0).float()
     teachers = torch.tensor(indices, device=is_aligned.device)
     metrics: dict[str, Metric] = {}
     for index, name in names.items():

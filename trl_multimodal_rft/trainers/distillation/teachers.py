@@ -37,7 +37,7 @@ from ...models.modes import evaluation_mode
 from ...models.parts import kept_requires_grad
 from ...policy import Fallbacks, PolicyForward
 from ...rollout.ranks import any_rank
-from ...rollout.rollout import Prompted, Rollout, TeacherScores, require
+from ...rollout.rollout import Prompted, Rollout, TeacherScores
 from ...rollout.stream import EncodedRow
 from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
@@ -146,7 +146,7 @@ class Teacher:
         rule = self.rules[0]
         temperature = self.policy.temperature
         if not self.shares_tokens:
-            spans = require(scores.spans), require(scores.span_logps)
+            spans = scores.spans, scores.span_logps
             return SpanTarget(mask, rule, rollout.completion_ids, *spans, temperature)
         settings: dict[str, Any] = {"beta": args.beta, "add_tail": args.loss_add_tail}
         # A server has scored at a temperature of 1 already
@@ -156,7 +156,7 @@ class Teacher:
             completions = scores.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
             packed = rollout.packed and self.policy.fallbacks.packing
             request = ScoreRequest(*completions, packed=packed, hidden=True, logps=False)
-            hidden = require(self.policy.score(model, request).hidden)
+            hidden: Any = self.policy.score(model, request).hidden
             head = head_of(self.policy.unwrapped(model), self.rules[1])
             if args.loss_top_k:
                 settings |= _top_k_of(hidden, head, mask, args.loss_top_k, temperature)
@@ -402,7 +402,7 @@ class Teachers:
         mask = taught_mask(rollout)
         metrics: dict[str, Metric] = {}
         for i, name in enumerate(self.names if self.single is None else ()):
-            own_mask = mask * (require(rollout.teacher.index) == i)[:, None].to(mask)
+            own_mask = mask * (rollout.teacher.index == i)[:, None].to(mask)
             metrics[f"teacher/{name}/divergence"] = scored_mean(divergences, own_mask)
             metrics[f"teacher/{name}/token_frac"] = scored_mean(own_mask.float(), mask)
         return metrics

@@ -21,7 +21,7 @@ from ...models.parts import check_base_is_kept
 from ...reporting.model_card import common_lines, in_code
 from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
-from ...rollout.rollout import Rewards, Rollout, require
+from ...rollout.rollout import Rewards, Rollout
 from ...rollout.stream import EncodedRow
 from ..base.arguments import mapping
 from ..base.ema import MovingAverage
@@ -224,7 +224,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if self.model.training:
             # `num_items_in_batch` counts the tokens of a generation batch on all ranks. `n_tokens` becomes the number
             # of tokens of an optimizer step, as a mean over ranks
-            n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+            n_tokens = inputs.num_items_in_batch.clamp(min=1) / self.accelerator.num_processes
             n_tokens = n_tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         # A divergence outside of the mask is 0
         loss = scores.divergences.sum() / n_tokens

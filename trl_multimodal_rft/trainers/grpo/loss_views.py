@@ -14,7 +14,7 @@ from ...algorithms.metrics import scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
 from ...rollout.ranks import local_rows
-from ...rollout.rollout import Rollout, ViewScores, require
+from ...rollout.rollout import Rollout, ViewScores
 from ...rollout.score import score_dependency
 from ...rollout.view_prompts import view_prompts
 from ..sampling.context import Context
@@ -66,7 +66,7 @@ def measure_dependency(scoring: Scoring, rollout: Rollout, rule: HeadRule | None
     context = scoring.context
     args = context.args
     model: Any = context.model
-    has_replacement = require(rollout.view.replaces)[:, None]
+    has_replacement = rollout.view.replaces[:, None]
     if rule is None:
         old_scores = scoring.score(model, rollout)
         view_scores = scoring.by_reference(replace(rollout, prompts=rollout.view.prompts))
@@ -90,11 +90,11 @@ def weighed_by_dependency(context: Context, rollout: Rollout) -> Rollout:
     `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
     """
     settings = context.args.loss_view_settings
-    dependency = require(rollout.view.dependency)
+    dependency = rollout.view.dependency
     mask = rollout.loss_mask
-    replaces = require(rollout.view.replaces)
+    replaces = rollout.view.replaces
     if settings.advantage_min is not None:
-        advantages = require(rollout.advantages)
+        advantages = rollout.advantages
         mean_dependencies = (dependency * mask).sum(1) / mask.sum(1).clamp(min=1)
         # (N, 2) of all ranks: the mean dependency, and 1 if the completion is to be weighed
         statistics = context.accelerator.gather(
@@ -134,7 +134,7 @@ def with_view_term(
     )
     metrics = dict(output.metrics)
     if scores.view is not None:
-        view_mask = mask * require(inputs.view.replaces)[:, None]
+        view_mask = mask * inputs.view.replaces[:, None]
         metrics |= {
             "view/kl": scored_mean(kl, view_mask),
             "view/entropy": scored_mean(view_scores.entropies, view_mask),

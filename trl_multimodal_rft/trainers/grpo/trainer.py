@@ -29,7 +29,7 @@ from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
 from ...rollout.ranks import gather_rows
-from ...rollout.rollout import Rewards, Rollout, require
+from ...rollout.rollout import Rewards, Rollout
 from ...rollout.token_filter import TokenFilter
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -230,7 +230,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _estimate(self, rollout: Rollout, rewards: Rewards) -> Rollout:
         rollout = super()._estimate(rollout, rewards)
         if self._kl_in_reward:
-            logps = require(rollout.old_per_token_logps), require(rollout.ref_per_token_logps)
+            logps = rollout.old_per_token_logps, rollout.ref_per_token_logps
             kl = approx_kl(*logps, rollout.loss_mask, "k1")
             self._metric_log.add({"kl": token_mean(kl, rollout.loss_mask)})
         return rollout
@@ -278,7 +278,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             rewards_per_func=rewards.per_func,
             group_ids=group_ids,
             mask=gather_rows(self.accelerator, rollout.loss_mask),
-            old_logps=gather_rows(self.accelerator, require(rollout.old_per_token_logps)) if needs_logps else None,
+            old_logps=gather_rows(self.accelerator, rollout.old_per_token_logps) if needs_logps else None,
             ref_logps=gather_rows(self.accelerator, ref_logps) if needs_logps and ref_logps is not None else None,
             kl_coef=self.kl_coef if self._kl_in_reward else 0.0,
             scale=args.scale_rewards,
@@ -369,8 +369,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         mask = inputs.loss_mask
         tensors = LossInputs(
             scores.logps,
-            require(inputs.old_per_token_logps),
-            require(inputs.advantages),
+            inputs.old_per_token_logps,
+            inputs.advantages,
             mask,
             weights=self._token_weights(inputs, scores.entropies),
             sampling_logps=inputs.sampling_per_token_logps,
@@ -411,7 +411,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
-        n_tokens = require(inputs.num_items_in_batch).clamp(min=1) / self.accelerator.num_processes
+        n_tokens = inputs.num_items_in_batch.clamp(min=1) / self.accelerator.num_processes
         # In training, `num_items_in_batch` counts a generation batch, which may hold several optimizer steps
         if self.model.training:
             n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
@@ -454,7 +454,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         if self.args.kl_target is None:
             return
         if self._counts_for_kl():
-            kl = approx_kl(logps.detach(), require(inputs.ref_per_token_logps), mask, self.args.kl_estimator)
+            kl = approx_kl(logps.detach(), inputs.ref_per_token_logps, mask, self.args.kl_estimator)
             self._kl_sums.add(kl.sum(), mask.sum(), len(mask))
         if self.accelerator.sync_gradients:
             sums = self._kl_sums.pop(self.accelerator.reduce)

@@ -48,7 +48,7 @@ from ...reporting.events import EventPart
 from ...reporting.model_card import in_code
 from ...rollout.estimates import Estimates, has_signal, is_std_zero
 from ...rollout.ranks import gather_rows, local_rows
-from ...rollout.rollout import Rewards, Rollout, Values, require
+from ...rollout.rollout import Rewards, Rollout, Values
 from ...rollout.score import score_values
 from ..base.arguments import check_arguments
 from ..base.dataset_checks import warn_of_unread_media
@@ -329,14 +329,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         args = self.args
         mask = inputs.loss_mask
         loss_type = self._policy_loss
-        loss_inputs = LossInputs(scores.logps, require(inputs.old_per_token_logps), require(inputs.advantages), mask)
+        loss_inputs = LossInputs(scores.logps, inputs.old_per_token_logps, inputs.advantages, mask)
         # The metric is a mean over micro-batches, so it takes the loss before the division by their number
         unscaled_loss = policy_output.loss * self._n_accumulation_steps() if loss_type.is_mean else policy_output.loss
         metrics = {"policy_loss": rank_mean(unscaled_loss), **policy_output.metrics, **ratio_metrics(loss_inputs)}
         loss = self._loss_if_updated("policy", policy_output.loss, scores.logps)
         if self.critic is not None:
-            mask = mask * require(inputs.rewards.scorable)[:, None]
-            targets = require(inputs.values.old), require(inputs.values.returns)
+            mask = mask * inputs.rewards.scorable[:, None]
+            targets = inputs.values.old, inputs.values.returns
             value_output = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
             mean = loss_type.average(value_output.loss, mask, self._normalizer(inputs))
             loss = loss + args.value_loss.coef * self._loss_if_updated("critic", mean, scores.values)

@@ -18,7 +18,7 @@ from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, leave_one_out
 from ...rollout.ranks import sum_over_ranks
-from ...rollout.rollout import Rewards, Rollout, require
+from ...rollout.rollout import Rewards, Rollout
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from ..sampling.rollout_logs import reward_index
@@ -129,7 +129,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _divergence(self, rollout: Rollout) -> torch.Tensor:
         """Returns `(N,)` of all ranks, and logs the mean per token."""
         mask = rollout.loss_mask
-        kl = (require(rollout.old_per_token_logps) - require(rollout.ref_per_token_logps)) * mask
+        kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
         kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
         self._metric_log.add({"kl": kl_sum / max(n_tokens, 1.0)})
         return self.accelerator.gather(kl.sum(1))
@@ -149,7 +149,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
-        advantages = require(inputs.advantages)
+        advantages = inputs.advantages
         causes = inputs.rewards.causes
         if inputs.importance_sampling_ratio is not None:
             # The loss is proportional to the advantages, so weights of advantages are weights of the loss
@@ -160,7 +160,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         loss, metrics = rloo_loss(
             LossInputs(
                 scores.logps,
-                require(inputs.old_logps),
+                inputs.old_logps,
                 advantages,
                 mask,
                 causes=causes,
