@@ -17,7 +17,7 @@ from ..policy import Completions
 
 
 def _per_token(fill: float = 0.0) -> Any:
-    """Returns a field with a value per token, which is `None` for methods without it, and its `fill` of padding."""
+    """Returns a field with a value per token, `None` by default, and its `fill` of padding."""
     return field(default=None, metadata={"fill": fill})
 
 
@@ -42,7 +42,7 @@ class _Part:
 
 
 AnyPart = TypeVar("AnyPart", bound=_Part)
-# A tensor of the methods that need it, `None` in the others, whose stages and losses don't read it
+# A tensor that is `None` until a stage computes it, and stays `None` for methods whose stages and losses don't read it
 MethodTensor = Any
 
 
@@ -108,7 +108,7 @@ class Source(_Part):
 class Rewards:
     """Rewards of completions."""
 
-    by_function: list[list[float | None]]  # rewards of this rank's completions, by function
+    by_completion: list[list[float | None]]  # of this rank, each completion's rewards in the order of the functions
     per_func: torch.Tensor  # (all ranks' N, number of functions)
     bonus: MethodTensor = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
 

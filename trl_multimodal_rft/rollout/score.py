@@ -64,7 +64,8 @@ def score_with_view(
     else:
         plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
     if rows is not None and rollout.old_per_token_logps is not None:
-        # The old log-probabilities, so that rows that aren't forwarded get a ratio of policy to old policy of 1
+        # The old log-probabilities, so that rows that aren't forwarded get a ratio of policy to old policy of 1. The
+        # first forward has none yet, and the zeros of these rows become the old ones
         plain.logps = torch.where(rollout.scored_mask.any(1)[:, None], plain.logps, rollout.old_per_token_logps)
     return plain
 

@@ -43,7 +43,7 @@ def choose_best(prompting: Prompting, rollout: Rollout, rewards: Rewards, min_re
     For example, the rewards 1, 0, 2 of a group give the texts of the third, third and first completion. Of equal
     rewards, the first counts. A reward is the sum over the reward functions, without those that give `None`.
     """
-    per_func = rewards_per_func(rewards.by_function)
+    per_func = rewards_per_func(rewards.by_completion)
     totals = torch.where(per_func.isnan().all(1), math.nan, per_func.nansum(1)).tolist()
     tokenizer = prompting.tokenizer
     first = prompting.context.accelerator.process_index * len(rollout)

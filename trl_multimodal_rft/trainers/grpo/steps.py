@@ -34,9 +34,9 @@ def gather_steps(
         [(turn.stop, turn.state if reads_states else "") for turn in completion]
         for completion in rollout.source.sampled_turns
     ]
-    by_function = gather_object(rewards.by_function)
+    by_completion = gather_object(rewards.by_completion)
     turns = gather_object(turns)
-    has_steps = any(isinstance(reward, StepwiseReward) for reward in chain.from_iterable(by_function))
+    has_steps = any(isinstance(reward, StepwiseReward) for reward in chain.from_iterable(by_completion))
     # GiGPO also discounts a completion's reward to each of its turns, so with tools it needs no rewards of turns
     has_steps = has_steps or (reads_states and has_tools)
     if is_first_batch and not has_steps:
@@ -44,4 +44,4 @@ def gather_steps(
             f"`advantage_estimator={estimator.spelling!r}` reads rewards of steps, and the first batch has none; let "
             "a reward function return a number per turn, or use 'group_norm'."
         )
-    return join_steps(by_function, turns, rewards.per_func, weights, rewards.bonus)
+    return join_steps(by_completion, turns, rewards.per_func, weights, rewards.bonus)

@@ -196,8 +196,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         Returns a rollout, or a part of it, with its scores under the sampling policy: also the dependency on media,
         and the entropies that choose tokens, if the config asks for them.
         """
-        # TRL scores a rollout, too, if updates are off-policy or corrected for an engine. Otherwise, these scores take
-        # extra time
+        # By its own condition, TRL scores a rollout, too, if updates are off-policy or corrected for an engine.
+        # Otherwise, these scores take extra time
         is_off_policy = self.args.gradient_accumulation_steps % self._batches.n_calls != 0
         is_extra = not (is_off_policy or self._sampling.corrects_for_engine(rollout))
         lacks_dependency = self._measures_dependency and rollout.view.prompts and rollout.view.dependency is None
@@ -223,8 +223,9 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         rewards = super()._reward(rollout)
         if self.args.soft_overlong_cache is not None:
             # The last column is the length penalty. A completion without another reward gets no penalty, either
-            per_func = rewards.per_func
+            per_func = rewards.per_func.clone()
             per_func[per_func[:, :-1].isnan().all(dim=1), -1] = torch.nan
+            return replace(rewards, per_func=per_func)
         return rewards
 
     def _estimate(self, rollout: Rollout, rewards: Rewards) -> Rollout:

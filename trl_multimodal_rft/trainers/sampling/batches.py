@@ -22,19 +22,30 @@ class Batches:
     """
     Stage that exchanges groups of a rollout, splits it into micro-batches, and keeps these until the last update.
 
-    It alone sets fields of a micro-batch after it was made: the old log-probabilities and the ratios of the policy to
-    the engine, which the first forward of an update computes, see [`~Batches.settle`].
+    A run of a rollout, in training:
+
+    1. `Trainer` asks for a micro-batch by the trainer's `_prepare_inputs`, which calls [`~Batches.next`].
+    2. If the last rollout is used up, `roll_out`, the trainer's `_new_rollout`, runs the other stages, and
+       [`~Batches.exchanged`] replaces groups. The rollout is split, and `prepare`, the trainer's `_on_rollout`, scores
+       the micro-batches that come after the first update, by [`~Batches.with_off_policy_scores`].
+    3. The trainer's `compute_loss` forwards the micro-batch. [`~Batches.settle`] keeps what this first forward shows.
+    4. TRL's `training_step` runs the backward pass, and adds 1 to `_step`, which is `n_trained` here.
+
+    The field `old_per_token_logps` of a micro-batch is `None` until one of these sets it: the stage `Scoring`, if
+    advantages, replay or filters read it; else 2, for micro-batches after the first update; else 3. After it was made,
+    only `settle` sets a micro-batch's old log-probabilities and ratios to the engine, and only
+    [`~rollout.token_filter.TokenFilter.keep`] its weights of tokens, unless a user's `_compute_loss` sets them.
     """
 
     sampling: Sampling
-    draw: Callable[[Any], Rollout]  # returns the rollout of rows
+    roll_out: Callable[[Any], Rollout]  # returns the rollout of rows
     prepare: Callable[[list[Rollout]], list[Rollout]]  # scores the micro-batches of a new rollout
     groups: GroupExchange | None  # set with dynamic sampling or replay
     loss_reads_reference: bool
     n_iterations: int  # over the micro-batches of a rollout
     shuffles: bool  # completions, as in TRL; otherwise micro-batches have whole groups
     reorders: bool  # whether later iterations have another order
-    n_trained: int = 0  # micro-batches of the run that were trained on
+    n_trained: int = 0  # micro-batches of the run that were trained on; TRL counts them, as `_step`
     parts: list[Rollout] | None = None  # the micro-batches of the last rollout
 
     def __post_init__(self):
@@ -73,21 +84,21 @@ class Batches:
         if index == 0 or parts is None:
             for part in parts or ():
                 part.release_media()
-            parts = self.prepare(self._split(self.draw(inputs)))
+            parts = self.prepare(self._split(self.roll_out(inputs)))
         if self.reorders and index > 0 and index % args.steps_per_generation == 0:
             generator = torch.Generator().manual_seed(args.seed + self.n_trained)  # the same order on all ranks
             parts = [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]
         self.parts = parts
         return parts[index % args.steps_per_generation]
 
-    def exchanged(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> Rollout:
+    def exchanged(self, rollout: Rollout, roll_out_extra: Callable[[int], Rollout]) -> Rollout:
         """
-        Returns a rollout with signal in more groups, in training with dynamic sampling or replay. `draw(n)` samples
-        completions of `n` further prompts.
+        Returns a rollout with signal in more groups, in training with dynamic sampling or replay.
+        `roll_out_extra(n)` returns the rollout of `n` further completions' prompts.
         """
         if self.groups is None or not self.context.is_training:
             return rollout
-        rollout, has_old_groups, metrics = self.groups.exchange(rollout, draw)
+        rollout, has_old_groups, metrics = self.groups.exchange(rollout, roll_out_extra)
         self.context.metrics.add(metrics)
         if has_old_groups and self.loss_reads_reference and rollout.ref_per_token_logps is not None:
             # The reference scored some groups at an earlier step, and `sync_ref_model` may have changed it since
@@ -112,8 +123,8 @@ class Batches:
 
     # Log-probabilities of the sampling policy
 
-    def off_policy(self, parts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the micro-batches of a new rollout, of which those after its first update are scored now."""
+    def with_off_policy_scores(self, parts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns all micro-batches of a new rollout. Those after its first update are scored now."""
         scored = [*parts[: self.n_on_policy]]
         for part in parts[self.n_on_policy :]:
             if part.old_per_token_logps is None:
@@ -136,7 +147,7 @@ class Batches:
         part.importance_sampling_ratio = rollout_ratios(part, self.context.args)
         if not self.context.is_training:
             self.context.metrics.add(engine_metrics([part], self.context.args))
-        elif self.index == self.n_on_policy - 1:  # the last on-policy micro-batch
+        elif self.index == self.n_on_policy - 1:  # the last on-policy micro-batch, after which all have old ones
             self.context.metrics.add(engine_metrics(self.parts or (), self.context.args))
 
     # Checkpoints

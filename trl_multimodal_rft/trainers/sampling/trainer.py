@@ -73,9 +73,9 @@ class MultimodalTrainer(BaseTrainer):
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.
 
-    `_draw` runs the stages of a rollout: rows are collected, completions are sampled, scored and rewarded, and
-    advantages are estimated. Each stage returns a value, the last one a [`~rollout.rollout.Rollout`], which the stage
-    `_batches` splits into micro-batches. `compute_loss` gets one of them at a time.
+    `Trainer` calls `_prepare_inputs` and `compute_loss` for each micro-batch, and `_prepare_inputs` asks the stage
+    [`~trainers.sampling.batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the others: rows
+    are collected, completions are sampled, scored and rewarded, and advantages are estimated.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
@@ -99,7 +99,7 @@ class MultimodalTrainer(BaseTrainer):
     sampler = attribute_of("_sampling", "sampler")
     in_flight = attribute_of("_sampling", "in_flight")
     vllm_generation = attribute_of("_sampling", "engine")
-    # TRL's names of what `_batches` keeps
+    # TRL's names of what `_batches` keeps. TRL's `training_step` adds 1 to `_step`
     _step = attribute_of("_batches", "n_trained", is_late=True)
     _buffered_inputs = attribute_of("_batches", "parts", is_late=True)
     # Defaults and types of attributes that TRL sets
@@ -256,7 +256,7 @@ class MultimodalTrainer(BaseTrainer):
         self._rewarding = Rewarding(self._context, self._prompting, functions)
         self._batches = Batches(
             self._sampling,
-            draw=self._draw_for_update,
+            roll_out=self._new_rollout,
             prepare=self._on_rollout,
             groups=groups,
             loss_reads_reference=self._loss_needs_reference,
@@ -311,7 +311,7 @@ class MultimodalTrainer(BaseTrainer):
         return self._batches.exchanged(self._draw(inputs), self._roll_out_extra)
 
     def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Runs the stages of a rollout. Each returns a value, and no stage changes what an earlier one returned."""
+        """Runs the stages of a rollout, each of which returns a value."""
         self._scoring.check_weights()
         prompted = self._prompt(inputs)
         with self.offloading():
@@ -428,7 +428,8 @@ class MultimodalTrainer(BaseTrainer):
         self._on_micro_batch()
         return micro_batch
 
-    def _draw_for_update(self, inputs: Any) -> Rollout:
+    def _new_rollout(self, inputs: Any) -> Rollout:
+        """Returns the rollout of rows for updates, with marks of the completions that updates needn't forward."""
         rollout: Any = self._generate_and_score_completions(inputs)
         # Updates skip completions without a gradient, unless this could change the result. With dropout, a smaller
         # forward would draw other random numbers
@@ -443,7 +444,7 @@ class MultimodalTrainer(BaseTrainer):
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
         """Returns the micro-batches of a new rollout, with the scores that must come before its first update."""
-        return self._batches.off_policy(micro_batches)
+        return self._batches.with_off_policy_scores(micro_batches)
 
     def _on_micro_batch(self) -> None:
         """Is called before each micro-batch in training. By default, does nothing."""
@@ -482,7 +483,10 @@ class MultimodalTrainer(BaseTrainer):
         raise NotImplementedError
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
-        """Computes a micro-batch's scores with gradients. On-policy, they are also the old log-probabilities."""
+        """
+        Returns a micro-batch's scores with gradients. On-policy, [`Batches.settle`] keeps their log-probabilities as the
+        old ones, which the loss reads.
+        """
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         self._batches.settle(rollout, self._scores.logps)
         return self._scores
