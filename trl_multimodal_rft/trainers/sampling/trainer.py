@@ -74,8 +74,8 @@ class MultimodalTrainer(BaseTrainer):
     are TRL's.
 
     `Trainer` calls `_prepare_inputs` and `compute_loss` for each micro-batch, and `_prepare_inputs` asks the stage
-    [`~trainers.sampling.batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the others: rows
-    are collected, completions are sampled, scored and rewarded, and advantages are estimated.
+    [`~trainers.sampling.batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the others:
+    rows are collected, completions are sampled, scored and rewarded, and advantages are estimated.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
@@ -484,8 +484,8 @@ class MultimodalTrainer(BaseTrainer):
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """
-        Returns a micro-batch's scores with gradients. On-policy, [`Batches.settle`] keeps their log-probabilities as the
-        old ones, which the loss reads.
+        Returns a micro-batch's scores with gradients. On-policy, [`Batches.settle`] keeps their log-probabilities as
+        the old ones, which the loss reads.
         """
         self._scores = score_with_view(self._policy, model, rollout, compute_aux_loss=self.aux_loss_enabled, **options)
         self._batches.settle(rollout, self._scores.logps)
