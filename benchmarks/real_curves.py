@@ -47,7 +47,7 @@ from draw_images import as_svg
 from pretrained import language_model
 
 
-OWN = {"packing": "prefix(shuffle=True)", "self_check": False}  # TRL's order of rows
+OWN = {"packing_shuffle": True, "self_check": False}  # TRL's order of rows
 SIDES = {"TRL": (GRPOTrainer, GRPOConfig, {}), "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, OWN)}
 OPTIONS = {"num_generations": 4, "max_completion_length": 16, "lr_scheduler_type": "constant", "logging_steps": 10}
 OPTIONS |= {

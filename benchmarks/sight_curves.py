@@ -76,7 +76,7 @@ OPTIONS = {
 }
 FROZEN = ["vision_tower", "language_model", "lm_head"]
 # TRL's order of rows, and the frozen parts, which TRL has no option for
-OWN = {"packing": "prefix(shuffle=True)", "self_check": False, "freeze": FROZEN}
+OWN = {"packing_shuffle": True, "self_check": False, "freeze": FROZEN}
 TRAINED = "multi_modal_projector"
 # Arguments of SFT
 COLD_START = {

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from .paths import similar_names
 
 
-# Names that TRL, transformers or this package removed, with what to do instead
+# Names that TRL or transformers removed, with what to do instead
 REMOVED = {
     # TRL's trainers
     "max_prompt_length": "remove long prompts from the dataset (`check` lists them)",
@@ -29,38 +29,13 @@ REMOVED = {
     "response_length": "use `max_completion_length`",
     "kl_coef": "use `beta`",
     "cliprange": "use `epsilon`",
-    "cliprange_value": "use `vf_coef` with a setting, such as '0.1(cliprange=0.2)'",
+    "gamma": "use `advantage_estimator` with a setting, such as 'gae(gamma=1.0)'",
+    "lam": "use `advantage_estimator` with a setting, such as 'gae(lam=0.95)'",
     "use_liger_loss": "use `use_liger_kernel`",
     "vllm_max_model_len": "use `vllm_max_model_length`",
     "vllm_device": "use `vllm_mode`",
     "torch_dtype": "use `dtype`",
     "gradient_checkpointing_use_reentrant": "use `activation_checkpointing_kwargs`",
-    # This package's own
-    "keep_groups_together": "use `packing` with a setting: 'prefix(shuffle=True)' for False",
-    "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=50)'",
-    "kl_in_reward": "use `kl_estimator`, of which 'k1' puts the divergence into the reward",
-    "value_lr_scheduler_type": "use `value_learning_rate` with a setting, such as '1e-5(lr_scheduler_type='cosine')'",
-    "value_warmup_steps": "use `value_learning_rate` with a setting, such as '1e-5(warmup_steps=10)'",
-    "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
-    "gamma": "use `advantage_estimator` with a setting, such as 'gae(gamma=1.0)'",
-    "lam": "use `advantage_estimator` with a setting, such as 'gae(lam=0.95)'",
-    "norm_level": "use `advantage_estimator` with a setting, such as 'reinforce_baseline(norm_level='sequence')'",
-    "dynamic_sampling_max_rounds": "use `dynamic_sampling`, which is the number of rounds",
-    "max_skipped_rows": "use `on_media_error` with a setting, such as 'skip(max_rows=10)'",
-    "rollout_view_fraction": "use `rollout_view` with a setting, such as 'blank(fraction=0.25)'",
-    "contrast_fraction": "use `contrast_view` with a setting, such as 'blank(fraction=0.25)'",
-    "contrast_bonus": "use `contrast_view` with a setting, such as 'blank(bonus=1.0)'",
-    "teacher_update_rate": "use `self_teacher` with a setting, such as 'ema(rate=0.05)'",
-    "vllm_sync_adapter": "use `vllm_engine_kwargs`, as in {'enable_lora': True}",
-    "max_logged_media": "leave it out, it is always 8",
-    "max_logged_megabytes": "leave it out, it is always 32",
-    "max_skipped_updates": "leave it out, it is always 5",
-    "replay_max_age": "leave it out, it is always 8",
-    "checkpoint_manifest": "leave it out, checkpoints always have a manifest",
-    **dict.fromkeys(
-        ("media_timeout", "max_media_bytes", "max_image_pixels", "max_audio_seconds", "max_video_seconds"),
-        "use `media_rules`, a dictionary with this key",
-    ),
     # Arguments of trainers
     "tokenizer": "use `processing_class`",
     "processor": "use `processing_class`",
@@ -256,33 +231,17 @@ def check_setting(name: str, value: Any, annotation: Any, default: Any) -> None:
 T = TypeVar("T")
 
 
-def read_settings(cls: Callable[..., T], option: str, text: str | float | None) -> T:
+def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     """
-    Parses the value of an option to an instance of the dataclass `cls`. The text begins with a name or a number, the
-    value of the first field. Settings may follow, the values of other fields: `"0.1(cliprange=0.2)"` becomes
-    `cls(0.1, cliprange=0.2)`. Raises a `ValueError` about an unknown setting, and about a value that the annotation of
-    its field excludes.
+    Parses the value of an option to an instance of the dataclass `cls`. The text begins with a name, the value of the
+    first field. Settings may follow, the values of other fields: `"ema(rate=0.3)"` becomes `cls("ema", rate=0.3)`.
+    Raises a `ValueError` about an unknown setting, and about a value that the annotation of its field excludes.
     """
     first_field, *other_fields = inspect.signature(cls).parameters.values()
-    value = text
-    settings = None
-    if isinstance(text, str):
-        value, settings = split_settings(text, option)
-    if isinstance(value, str) and {*_types_and_interval(first_field.annotation)[0]} == {float}:
-        value = as_number(value)
-        if isinstance(value, str):
-            raise ValueError(f"`{option}` must be a number, such as 0.1, also with settings behind it, got {text!r}.")
-    check_value(f"`{option}`", value, first_field.annotation, "choose another number")
+    name, settings = split_settings(text, option)
+    check_value(f"`{option}`", name, first_field.annotation, f"the default is {first_field.default!r}")
     check_settings(cls, option, settings or {}, [parameter.name for parameter in other_fields])
-    return cls(value, **(settings or {}))
-
-
-def as_number(value: T) -> T | float:
-    """Converts a number in a text, as from a command line, to a float. Returns any other value unchanged."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    return cls(name, **(settings or {}))
 
 
 def _types_and_interval(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:

@@ -184,7 +184,7 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
     (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `use_cpu`."),
-    (["ppo", *MODEL, *ROWS, "--kl_horizon=5"], 2, "It was removed: use `kl_target` with a setting, such as '0.05("),
+    (["ppo", *MODEL, *ROWS, "--lam=0.9"], 2, "It was removed: use `advantage_estimator` with a setting, such as 'gae"),
     (
         ["grpo", *MODEL, *ROWS, '--reward_recipe={"a": {}, "a": {}}'],
         2,

@@ -128,7 +128,7 @@ def dpo_skipped(folder):
     (own / "1.png").unlink()
     if state.process_index == state.num_processes - 1:
         (own / "6.png").unlink()
-    options = {"on_media_error": "skip(max_rows=3)", "per_device_eval_batch_size": 6 // state.num_processes}
+    options = {"on_media_error": "skip", "max_skipped_rows": 3, "per_device_eval_batch_size": 6 // state.num_processes}
     trainer, result = train(folder, rows, **options)
     metrics = trainer.evaluate(Dataset.from_list(rows))
     names = ("eval_loss", "eval_media/skipped", "eval_rewards/view_margins", "eval_rewards/margins")

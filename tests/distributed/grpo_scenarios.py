@@ -69,7 +69,7 @@ def skipped_rows(folder):
     (own / "1.png").unlink()
     if state.process_index == state.num_processes - 1:
         (own / "4.png").unlink()
-    options = {"on_media_error": "skip(max_rows=3)"}
+    options = {"on_media_error": "skip", "max_skipped_rows": 3}
     options["per_device_eval_batch_size"] = 3 * GROUP // state.num_processes
     trainer, result = train(folder, "qwen2_5_vl", rows, 3 * GROUP, **options)
     evaluated = []
@@ -210,7 +210,7 @@ PLAIN = {
     # Prompts share their image within each micro-batch
     "one_image": ("qwen2_5_vl", ONE_IMAGE, 4, WHOLE),
     # Micro-batches of arbitrary completions, as in TRL
-    "shuffled": ("qwen2_5_vl", image_rows(), 2, {**REUSED, "packing": "prefix(shuffle=True)"}),
+    "shuffled": ("qwen2_5_vl", image_rows(), 2, {**REUSED, "packing_shuffle": True}),
     # Groups of different lengths; each of two ranks has whole groups
     "clips": ("qwen2_audio", audio_rows(), 2, {**REUSED, "gradient_checkpointing": True}),
     # The second of two ranks has no media in the first step, the first rank has none in the second step
@@ -363,7 +363,7 @@ ALGORITHMS = {
         "advantage_estimator": "dr_grpo",  # it doesn't undo the scale
         "reward_running_scale": True,
     },
-    "adaptive_kl": {"kl_target": "0.01(horizon=40)", "gradient_accumulation_steps": 2},
+    "adaptive_kl": {"kl_target": 0.01, "kl_horizon": 40, "gradient_accumulation_steps": 2},
     "entropies_of_rollout": {"top_entropy_quantile": 0.4, "gradient_accumulation_steps": 2},
     "current_entropies": {
         "top_entropy_quantile": 0.4,
@@ -479,7 +479,8 @@ def resumed(folder):
         "learning_rate": 0.01,
         "save_strategy": "steps",
         "save_steps": 3,
-        "kl_target": "0.01(horizon=100)",
+        "kl_target": 0.01,
+        "kl_horizon": 100,
         "self_check": True,
     }
     _, straight = train(folder / "straight", "qwen2_5_vl", UNEVEN, 2 * GROUP, **options)
@@ -526,7 +527,7 @@ def resumed_reference(folder):
 
 def resumed_by_more(folder):
     """The second rank has no saved state, as after a run of one process."""
-    options = {**EXCHANGED, "max_steps": 4, "kl_target": "0.01(horizon=100)", "self_check": True}
+    options = {**EXCHANGED, "max_steps": 4, "kl_target": 0.01, "kl_horizon": 100, "self_check": True}
     saving = {"save_strategy": "steps", "save_steps": 2}
     train(folder / "before", "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **saving)
     checkpoint = folder / "before" / "output" / "checkpoint-2"

@@ -41,7 +41,7 @@ from trl_multimodal_rft.engines.vllm_requests import ServerSample
 from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
-SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": "0.01(horizon=50)", "difficulty_sampling": True}
+SHARED = {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "difficulty_sampling": True}
 # Each step has a generation batch of its own, which a server samples while earlier ones are trained on
 AHEAD = {**REUSED, **SHARED, "steps_per_generation": 2, "num_iterations": 1}
 OPTIONS = {"grpo": {**REUSED, **SHARED}, "ppo": {**EVERYTHING, **SHARED}, "ahead": AHEAD}

@@ -39,7 +39,8 @@ PPO = {
     "bootstrap_truncated": True,
     "learning_rate": 0.1,
     "lr_scheduler_type": "linear",
-    "value_learning_rate": "0.5(lr_scheduler_type='cosine')",
+    "value_learning_rate": 0.5,
+    "value_lr_scheduler_type": "cosine",
     "vf_coef": 1.0,
     "max_grad_norm": 5.0,
     "ema_decay": None if ENGINE == "zero3" else 0.8,
@@ -64,7 +65,7 @@ def ppo(folder, family="qwen2_5_vl", rows=None, batch=3 * GROUP, n_supervised=2,
     # Completions have equal length, so that the mean over two ranks is the mean over all tokens
     answered = [{**each, "completion": f"number {i}"} for i, each in enumerate(rows[:7])]
     objects = {**(objects or {}), "ptx_dataset": Dataset.from_list(answered)}
-    options["ptx_coef"] = f"{options['ptx_coef']}(batch_size={n_supervised // PartialState().num_processes})"
+    options["ptx_batch_size"] = n_supervised // PartialState().num_processes
     trainer, result = train(folder, family, rows, batch, InjectingPPO, objects=objects, **options)
     return trainer, {**result, "supervised": [ids.tolist() for ids, _ in trainer.supervised], "parts": trainer.parts}
 
@@ -76,7 +77,7 @@ PLAIN = {
     # Runs two micro-batches a step. The reward scale and the KL coefficient follow the global batch
     "ppo_shared_trunk": {
         **{**AUDIO, "shared_trunk": True, "value_learning_rate": 0.05, "gradient_accumulation_steps": 2},
-        **{"reward_running_scale": True, "kl_target": "0.01(horizon=40)"},
+        **{"reward_running_scale": True, "kl_target": 0.01, "kl_horizon": 40},
     },
     # TRL makes checkpointing reentrant with ZeRO-3
     "ppo_adapter": {

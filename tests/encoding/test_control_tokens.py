@@ -365,7 +365,7 @@ def test_evaluation_has_the_option_of_its_trainer(tmp_path):
 
 
 def test_rows_with_control_tokens_are_skipped(tmp_path):
-    options = {"special_tokens_in_text": "raise", "on_media_error": "skip(max_rows=1.0)"}
+    options = {"special_tokens_in_text": "raise", "on_media_error": "skip", "max_skipped_rows": 1.0}
     for media in (True, False):
         dataset = rows("What?", HOSTILE, "Who?", media=media)
         result = run(Recorded, "qwen2_5_vl", dataset, max_steps=2, **options)

@@ -533,7 +533,7 @@ def test_bad_rows_are_skipped_ahead(tmp_path):
     rows = [{"prompt": row["prompt"], "image": str(tmp_path / f"{i}.png")} for i, row in enumerate(image_rows(6))]
     for i in (0, 2, 3, 5):
         image_rows(6)[i]["image"].save(tmp_path / f"{i}.png")
-    options = {"on_media_error": "skip(max_rows=3)", "rows": Dataset.from_list(rows)}
+    options = {"on_media_error": "skip", "max_skipped_rows": 3, "rows": Dataset.from_list(rows)}
     options |= {"family": "qwen2_5_vl"}
     straight = make(tmp_path / "straight", save_strategy="steps", save_steps=1, **options)
     straight.add_callback(Holding(straight))

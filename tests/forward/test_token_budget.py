@@ -86,9 +86,7 @@ def test_balancing_loss(packing, rows):
 def test_rloo_equals_trl():
     options = {"num_iterations": 2, "max_steps": 2, "beta": 0.1, **ACCUMULATED}
     theirs = run(InjectedTRLRLOO, "qwen2_5_vl", text_rows(8), **options)
-    ours = in_parts(
-        InjectedRLOO, "qwen2_5_vl", text_rows(8), 30, self_check=False, packing="prefix(shuffle=True)", **options
-    )
+    ours = in_parts(InjectedRLOO, "qwen2_5_vl", text_rows(8), 30, self_check=False, packing_shuffle=True, **options)
     assert_equal(theirs, ours)
 
 

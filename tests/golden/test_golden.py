@@ -124,7 +124,7 @@ RUNS = {
     "grpo kl in reward": (
         "grpo",
         "audio",
-        {"advantage_estimator": "reinforce", "beta": 0.1, "kl_target": "0.05(horizon=50)", "max_steps": 3},
+        {"advantage_estimator": "reinforce", "beta": 0.1, "kl_target": 0.05, "kl_horizon": 50, "max_steps": 3},
     ),
     "grpo normalize_then_sum": (
         "grpo",

@@ -36,7 +36,7 @@ def test_equals_trl(objects, device):
     """Runs in float32, with all weights and with an adapter."""
     options = {"use_cpu": device == "cpu", "learning_rate": 1e-1, "objects": objects}
     theirs = run(InjectedTRL, "qwen2_5_vl", image_rows(), **options)
-    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options, self_check=False, packing="prefix(shuffle=True)")
+    ours = run(InjectedOurs, "qwen2_5_vl", image_rows(), **options, self_check=False, packing_shuffle=True)
     assert all(ours.trainer.scored_packed) and ours.trainer.accelerator.device.type == device
     if objects:
         moved = [name for name, value in theirs.update.items() if value.any()]

@@ -23,7 +23,7 @@ OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotati
 OWN -= {"generation_batch_size", "loss_type", "num_generations", "steps_per_generation"}  # TRL has these, too
 OWN -= {"teacher_columns"}  # an attribute of the class, no option
 # Options in `OWN` with which TRL's trainer makes the same updates, in another way
-AS_TRL = {"disable_dropout", "packing", "max_tokens_per_microbatch", "entropy_source"}
+AS_TRL = {"disable_dropout", "packing", "packing_shuffle", "max_tokens_per_microbatch", "entropy_source"}
 
 
 def is_drawn(estimator: Estimator) -> bool:
@@ -34,13 +34,14 @@ def is_drawn(estimator: Estimator) -> bool:
 # Values of drawn options, as far as a config has the options. The first value is the default.
 SWITCHES = [
     *("bootstrap_truncated", "cast_lm_head_to_fp32", "difficulty_sampling"),
-    *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "reward_running_scale"),
-    *("shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
+    *("gradient_checkpointing", "mask_truncated_completions", "normalize_advantages", "packing_shuffle"),
+    *("reward_running_scale", "shared_trunk", "sync_ref_model", "use_adaptive_entropy"),
 ]
 VALUES = {
     **dict.fromkeys(SWITCHES, [False, True]),
     **dict.fromkeys(["shuffle_dataset", "use_bias_correction_kl"], [True, False]),
     "beta": [0.0, 0.1],
+    "cliprange_value": [0.2, 0.02, None],
     "completion_only_loss": [None, False],
     "delta": [None, 1.5],
     "disable_dropout": [None, True, False],
@@ -82,7 +83,8 @@ VALUES = {
     "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
     "freezing_actor_steps": [0, 1],
     "kl_estimator": [None, "k1", "k2", "k3"],
-    "kl_target": [None, 0.01, "0.01(horizon=50)"],
+    "kl_horizon": [10000, 50],
+    "kl_target": [None, 0.01],
     "loss_add_tail": [True, False],
     "loss_top_k": [0, 5],
     "loss_view": [
@@ -97,8 +99,9 @@ VALUES = {
     "max_pixels": [None, 2 * 28 * 28],
     "max_tokens_per_microbatch": [None, 50],
     "num_ppo_epochs": [2, 1],
-    "packing": ["prefix", "padded", "prefix(shuffle=True)", "padded(shuffle=True)"],
-    "ptx_coef": [0.0, 0.5, "0.5(batch_size=2)"],
+    "packing": ["prefix", "padded"],
+    "ptx_batch_size": [1, 2],
+    "ptx_coef": [0.0, 0.5],
     "replay_buffer_size": [0, 4],
     "rollout_view": [
         *(None, "mask_patches(patch_size=28)", "mask_patches(patch_size=28, fraction=0.8, schedule='linear')"),
@@ -108,13 +111,11 @@ VALUES = {
     "soft_overlong_cache": [None, 4],
     "student_view": [None, "mask_patches(ratio=0.6)"],
     "teacher_view": [None, "blank"],
-    "value_learning_rate": [
-        *(None, 0.05, "0.05(lr_scheduler_type='cosine')"),
-        "0.03(lr_scheduler_type='linear', warmup_steps=1)",
-    ],
-    "vf_coef": [0.1, 1.0, "0.1(cliprange=0.02)", "1.0(cliprange=None)"],
+    "value_learning_rate": [None, 0.05],
+    "value_lr_scheduler_type": [None, "cosine", "linear"],
+    "value_warmup_steps": [None, 1],
+    "vf_coef": [0.1, 1.0],
 }
-SHUFFLED = ["prefix(shuffle=True)", "padded(shuffle=True)"]
 # Values in place of `VALUES`, by trainer
 OWN_VALUES = {
     "rloo": {"advantage_estimator": [None], "beta": [0.05, 0.0]},
@@ -141,7 +142,7 @@ NEUTRAL = {
 NOT_DRAWN = {
     *(name for name in OPTION_NAMES if name not in VALUES),
     "media_rules",
-    *("audio_overlong", "ignored_media_columns", "on_media_error"),
+    *("audio_overlong", "ignored_media_columns", "max_skipped_rows", "on_media_error"),
     "dynamic_sampling_reward",  # see test_difficulty.py
     "rejected_view",  # see test_dpo.py
     *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs"),
@@ -155,11 +156,14 @@ NOT_DRAWN = {
 
 # Options that depend on another option: unless it has one of these values, a config raises an error, or the dependent
 # option has no effect
-CRITIC = ["bootstrap_truncated", "freezing_actor_steps", "shared_trunk", "value_learning_rate"]
+CRITIC = ["bootstrap_truncated", "cliprange_value", "freezing_actor_steps", "shared_trunk", "value_learning_rate"]
+CRITIC += ["value_lr_scheduler_type", "value_warmup_steps", "vf_coef"]
 KL = ["kl_estimator", "kl_target", "sync_ref_model"]
 NEEDS = {
     **dict.fromkeys(CRITIC, ("advantage_estimator", ["gae", "gae(gamma=0.9, lam=0.5)"])),
     **dict.fromkeys(KL, ("beta", [0.1, 0.05])),
+    "kl_horizon": ("kl_target", [0.01]),
+    "ptx_batch_size": ("ptx_coef", [0.5]),
     "entropy_source": ("top_entropy_quantile", [0.5]),
     "scale_rewards": ("advantage_estimator", ["group_norm"]),
     "dynamic_sampling_range": ("dynamic_sampling", [4, 2]),
@@ -176,8 +180,8 @@ OFTEN |= {
     "student_view",
     "teacher_view",
     "num_ppo_epochs",
+    "packing_shuffle",
     "ptx_coef",
-    "vf_coef",
     "max_length",
 }
 
@@ -227,7 +231,7 @@ def neutral(draw: Draw, run: str) -> dict:
     """Returns options of one of a draw's runs. They must not affect the updates."""
     generator = random.Random(f"{draw.seed} {run}")
     names = {entry.name for entry in fields(CONFIGS[draw.kind])}
-    if "shuffle" in str(draw.options.get("packing")):
+    if "packing_shuffle" in draw.options:
         names -= {"balance_ranks"}
     if draw.rows in TRANSFORMED:
         names -= {"remove_unused_columns"}  # `with_media` needs it
@@ -264,7 +268,8 @@ def _drawn(seed: int, generator: random.Random) -> Draw:
     values = values_of(kind)
     for_trl = kind in ("grpo", "rloo") and generator.random() < 0.42
     if for_trl:  # TRL's trainer must support the draw, too
-        rows, options["packing"] = generator.choice(["text", "image", "images"]), generator.choice(SHUFFLED)
+        rows = generator.choice(["text", "image", "images"])
+        options["packing_shuffle"] = True
         values = {name: value for name, value in values.items() if name not in OWN or name in AS_TRL}
         if kind == "grpo":
             values["loss_type"] = ["dapo", *(name for name, value in LOSSES.items() if value.sequence_level)]

@@ -85,7 +85,7 @@ SIZES = {"rollout_batch_size": 8, "train_batch_size": 16}  # two optimizer steps
         *(({"loss_agg_mode": mode}, {"loss_type": "grpo"}) for mode in AGGREGATIONS),
         *(({"loss_agg_mode": mode, "use_cpg_loss": True}, {"loss_type": CPG_LOSS}) for mode in AGGREGATIONS),
         ({"use_gspo": True}, {"importance_sampling_level": "sequence"}),
-        ({"value_clip": 0.3, **GAE}, {"vf_coef": "0.1(cliprange=0.3)"}),
+        ({"value_clip": 0.3, **GAE}, {"cliprange_value": 0.3}),
         # KL divergence
         ({"init_kl_coef": 0.0}, {"beta": 0.0, "kl_estimator": None}),
         ({"use_kl_loss": True}, {"beta": 0.001, "kl_estimator": "k3", "use_bias_correction_kl": False}),
@@ -95,7 +95,7 @@ SIZES = {"rollout_batch_size": 8, "train_batch_size": 16}  # two optimizer steps
         ({"kl_estimator": "k3", "init_kl_coef": 0.0}, {"kl_estimator": None}),
         ({"use_kl_estimator_k3": True}, {"kl_estimator": "k1", "use_kl_estimator_k3": True}),
         ({"kl_estimator": "k1"}, {"kl_estimator": "k1", "use_kl_estimator_k3": False}),
-        ({"kl_target": 0.1, "kl_horizon": 50}, {"kl_target": "0.1(horizon=50)"}),
+        ({"kl_target": 0.1, "kl_horizon": 50}, {"kl_target": 0.1, "kl_horizon": 50}),
         # Rewards and advantages
         ({"reward_running_norm": True}, {"reward_running_scale": True}),
         ({"reward_clip": 5.0}, {"reward_clip_range": [-5.0, 5.0]}),
@@ -274,7 +274,7 @@ def test_trainer_takes_the_strategy_with_a_critic(tmp_path):
     ppo, before = trained(tmp_path, {"value_clip": 0.3}, **options)
     args = ppo.trainer.args
     assert (args.kl_estimator, args.use_bias_correction_kl, args.freezing_actor_steps) == ("k3", False, 2)
-    assert args.advantage_estimator == "gae(gamma=0.9, lam=0.8)" and args.value_loss.cliprange == 0.3
+    assert args.advantage_estimator == "gae(gamma=0.9, lam=0.8)" and args.cliprange_value == 0.3
     assert not moved_names(ppo, before)  # the only rollout trains the critic alone
     assert any(value.any() for name, value in ppo.trainer.model.named_parameters() if "critic" in name)
 

@@ -38,10 +38,11 @@ GIVEN |= {"micro_train_batch_size": 2, "value_clip": 0.4, "gradient_checkpointin
 GIVEN |= {"max_norm": 0.5, "disable_ds_ckpt": True, "prompt_max_len": 512, "micro_rollout_batch_size": 2}
 GIVEN |= {"buffer_limit": 8, "buffer_cpu_offload": False, "remote_rm_url": "http://a", "save_hf_ckpt": True}
 # Fields of a config with these values
-FIELDS = {"beta": 0.05, "ema_decay": 0.9, "kl_target": "0.1(horizon=50)", "ptx_coef": 0.5, "epsilon": 0.3}
+FIELDS = {"beta": 0.05, "ema_decay": 0.9, "kl_target": 0.1, "kl_horizon": 50, "ptx_coef": 0.5, "epsilon": 0.3}
 FIELDS |= {
     "per_device_train_batch_size": 2,
-    "vf_coef": "0.2(cliprange=0.4)",
+    "vf_coef": 0.2,
+    "cliprange_value": 0.4,
     "num_ppo_epochs": 3,
     "max_grad_norm": 0.5,
 }
@@ -70,7 +71,7 @@ def test_arguments_that_are_left_out(tmp_path):
         differs = {name for name, value in found.items() if value != DEFAULTS[name]}
         assert differs <= {"dataloader_pin_memory"}
     assert resolved(plain(tmp_path, gradient_checkpointing=False))["gradient_checkpointing"] is False
-    assert resolved(plain(tmp_path, vf_coef="0.1(cliprange=None)"))["value_clip"] is None
+    assert resolved(plain(tmp_path, cliprange_value=None))["value_clip"] is None
     assert resolved(strategy_of(kl_horizon=50), kl_target=0.1)["kl_horizon"] == 50
     assert resolved(strategy_of(gradient_checkpointing=False))["gradient_checkpointing"] is False
     assert resolved(strategy_of(init_kl_coef=0.0))["init_kl_coef"] == 0  # off, not the default
@@ -150,8 +151,8 @@ def test_a_trainer_of_a_strategy_alone(tmp_path):
     ppo = trainer_of(cpu_strategy(**options))
     config = ppo.trainer.args
     assert (config.beta, config.epsilon, config.num_ppo_epochs, config.max_grad_norm) == (0.05, 0.3, 3, 0.5)
-    assert (config.kl_target, config.ema_decay, config.save_only_model) == ("0.1(horizon=50)", 0.9, True)
-    assert config.value_loss.cliprange == 0.4 and config.gradient_checkpointing and ppo.save_hf_ckpt
+    assert (config.kl_target, config.kl_horizon, config.ema_decay, config.save_only_model) == (0.1, 50, 0.9, True)
+    assert config.cliprange_value == 0.4 and config.gradient_checkpointing and ppo.save_hf_ckpt
     assert ppo.actor.base_model.is_gradient_checkpointing
     maker = ppo.experience_maker
     assert maker.prompt_max_len == 512 and maker.strategy.micro_rollout_batch_size == 2

@@ -194,7 +194,7 @@ def ended(policy):
 
 
 SHAPED = {"reward_running_scale": True, "reward_clip_range": [-1.0, 1.5], "soft_overlong_cache": 2}
-ADAPTIVE = {"kl_estimator": "k3", "kl_target": "0.001(horizon=40)"}
+ADAPTIVE = {"kl_estimator": "k3", "kl_target": 0.001, "kl_horizon": 40}
 # Kind, packing, whether some responses have no reward, and options
 RUNS = {
     "divergence in the loss, supervised rows": (
@@ -207,7 +207,7 @@ RUNS = {
     ),
     "unscorable responses": (
         *("image", True, True),
-        {"vf_coef": "0.3(cliprange=0.4)", "bootstrap_truncated": True, "max_grad_norm": 0.5},
+        {"vf_coef": 0.3, "cliprange_value": 0.4, "bootstrap_truncated": True, "max_grad_norm": 0.5},
     ),
     "without a critic": ("image", True, False, {"advantage_estimator": "group_norm"}),
 }
@@ -229,8 +229,8 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
     arguments = {own: options[option] for option, own in ARGUMENTS.items() if option in options}
     if "kl_target" in options:
         arguments |= {"kl_target": 1e-3, "kl_horizon": 40}
-    if "cliprange" in str(options.get("vf_coef")):
-        arguments["value_clip"] = 0.4
+    if "cliprange_value" in options:
+        arguments["value_clip"] = options["cliprange_value"]
     arguments |= {"max_epochs": 2, "reward_fn": noting, "critic": critic_of(family) if has_critic else None}
     policy = KINDS[kind].actor(ended(moved(family)["model"]), bf16=False, packing_samples=packing)
     config = {"num_train_epochs": 1, **options}
@@ -240,7 +240,7 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
     assert len(completions) == 16 and len({ids[-1] in EOS for ids in completions}) == 2
 
     options |= {"max_steps": 4, "max_completion_length": 6, "steps_per_generation": 2}
-    options |= {"ptx_coef": f"{options['ptx_coef']}(batch_size=2)"} if pairs else {}
+    options |= {"ptx_batch_size": 2} if pairs else {}
     trainer = MultimodalPPOTrainer(
         ended(moved(family)["model"]),
         Noting(skips),
@@ -271,9 +271,7 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_ppo_train(together, tmp_path):
     """Each of two epochs trains once on all samples, in another order, of whole groups or of any samples."""
-    ppo = make(
-        tmp_path, config={"packing": f"prefix(shuffle={not together})"}, max_epochs=2, ref=reference_of("image")
-    )
+    ppo = make(tmp_path, config={"packing_shuffle": not together}, max_epochs=2, ref=reference_of("image"))
     items = experience_of(ppo)
     ppo.replay_buffer.append(make_experience_batch(items))
     parts = trained_on(ppo)

@@ -486,7 +486,7 @@ def test_rates_of_adapters():
 def test_critic(shared_trunk):
     """A separate critic's backbone is frozen like the policy; its head trains, and both at the critic's rate."""
     options = {"freeze": "vision_tower", "learning_rates": {"projector": 0.05}, "shared_trunk": shared_trunk}
-    options |= {"lr_scheduler_type": "linear", "value_learning_rate": "0.02(lr_scheduler_type='constant')"}
+    options |= {"lr_scheduler_type": "linear", "value_learning_rate": 0.02, "value_lr_scheduler_type": "constant"}
     result = run(InjectedPPO, FAMILY, image_rows(), num_ppo_epochs=1, **options)
     model = result.trainer.model
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}

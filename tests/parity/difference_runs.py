@@ -126,7 +126,7 @@ SAMPLING = {
     "max_completion_length": 8,
     "learning_rate": 0.03,
 }
-OWN_SAMPLING = {"packing": "prefix(shuffle=True)", "self_check": False, "media_prefetch": 0}
+OWN_SAMPLING = {"packing_shuffle": True, "self_check": False, "media_prefetch": 0}
 READING = {"per_device_train_batch_size": 4, "learning_rate": 0.03}
 DISTILLATION = {name: SAMPLING[name] for name in ("per_device_train_batch_size", "max_completion_length")}
 # PPO is GRPO with a critic, which TRL has in no trainer of this interface (`trl.experimental.ppo` trains token

@@ -107,7 +107,7 @@ trl_runs = functools.cache(trl_run)
 
 def our_run(name, rows=None, packing="prefix", shuffle=True, **options):
     """Uses TRL's shuffle, which puts the same completions into a micro-batch."""
-    options = {"self_check": False, "packing": f"{packing}(shuffle={shuffle})", **CASES[name], **options}
+    options = {"self_check": False, "packing": packing, "packing_shuffle": shuffle, **CASES[name], **options}
     trainer = rloo_runs.InjectedOurs if name.startswith("RLOO") else InjectedOurs
     return run(trainer, FAMILY, rows or dataset(), **options)
 
@@ -247,7 +247,7 @@ def test_sampling_equals_trl(trainers, options):
     options = {"max_steps": 3, "learning_rate": 0.03, **options}
     options["generation_kwargs"] = {"suppress_tokens": placeholders}
     theirs = run(trainers[0], FAMILY, dataset(), **options)
-    ours = run(trainers[1], FAMILY, dataset(), packing="prefix(shuffle=True)", **options)
+    ours = run(trainers[1], FAMILY, dataset(), packing_shuffle=True, **options)
     shares = [entry["packing/shared_frac"] for entry in ours.history if "packing/shared_frac" in entry]
     assert shares and min(shares) >= (0.5 if isinstance(ours.trainer, MultimodalGRPOTrainer) else 0.2)
     assert_equal(theirs, ours)
@@ -263,7 +263,7 @@ def test_families_equal_trl(family):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 1}
     options["learning_rate"] = 0.1
     theirs = run(InjectedTRL, family, dataset(), **options)
-    ours = run(InjectedOurs, family, dataset(), self_check=False, packing="prefix(shuffle=True)", **options)
+    ours = run(InjectedOurs, family, dataset(), self_check=False, packing_shuffle=True, **options)
     assert all(ours.trainer.scored_packed)
     assert ("aux_loss" in ours.history[0]) == (family == "qwen3_vl_moe")
     assert_equal(theirs, ours)

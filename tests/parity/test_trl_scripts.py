@@ -319,7 +319,7 @@ def run_script(trainer_class, script: dict):
     objects = {name: settings.pop(name) for name in ARGUMENTS & settings.keys()}
     objects |= settings.pop("", {})
     if trainer_class not in (GRPOTrainer, RLOOTrainer):
-        settings["packing"] = "prefix(shuffle=True)"  # to draw the same random numbers as TRL's shuffle
+        settings["packing_shuffle"] = True  # to draw the same random numbers as TRL's shuffle
     options = {"learning_rate": 0.1, "max_completion_length": 6, **settings}
     result = run(trainer_class, "", dataset, reward=reward, objects=objects, **options)
     return result, seen + [callback.seen for callback in objects.get("callbacks", [])]

@@ -102,7 +102,7 @@ def test_updates_are_those_of_trl(name):
     divergence is a sum of log-probabilities, of which each rounds by about 1e-5.
     """
     theirs, before = trained(name, trl)
-    more = {"packing": "prefix(shuffle=True)"} if CASES[name][0] is asked else {}
+    more = {"packing_shuffle": True} if CASES[name][0] is asked else {}
     ours, _ = trained(name, package, self_check=False, **more)
     worst, where = largest_difference(theirs.history, ours.history)
     norms = [logged(run, "grad_norm") for run in (theirs, ours)]

@@ -80,8 +80,8 @@ def test_skipped_rows_are_counted_before(picture, tmp_path, caplog):
     files = [picture] * 39 + ["gone.png"]
     train(MultimodalSFTTrainer, rows_of(MultimodalSFTTrainer, files), tmp_path, on_media_error="skip")
     assert "`train_dataset`: 1 of 40 rows has errors and will be left out: row 39, column 'image'" in caplog.text
-    options = {"on_media_error": "skip(max_rows=2)"}
-    with pytest.raises(MediaError, match=r"3 of 40 rows have errors, more than `max_rows` \(2\) of `on_media_error`"):
+    options = {"on_media_error": "skip", "max_skipped_rows": 2}
+    with pytest.raises(MediaError, match=r"3 of 40 rows have errors, more than `max_skipped_rows` \(2\) allows"):
         train(MultimodalSFTTrainer, rows_of(MultimodalSFTTrainer, [*files[2:], *["x.png"] * 2]), tmp_path, **options)
 
 
@@ -241,9 +241,10 @@ def test_skipped_rows_add_up_over_the_whole_pass(picture, tmp_path, monkeypatch)
         tmp_path,
         reward=None,
         max_steps=300,
-        on_media_error="skip(max_rows=6)",
+        on_media_error="skip",
+        max_skipped_rows=6,
     )
-    with pytest.raises(MediaError, match=r"8 of 400 rows have errors, more than `max_rows` \(6\)"):
+    with pytest.raises(MediaError, match=r"8 of 400 rows have errors, more than `max_skipped_rows` \(6\)"):
         trainer.train()
 
 

@@ -81,8 +81,12 @@ WRONG = [
         "`max_tokens_per_microbatch` must be at least 1, got 0; the default is",
     ),
     (
-        {"on_media_error": "skip(max_rows=1e999)"},
-        "`max_rows` of 'on_media_error' must be at least 0 and finite, got inf",
+        {"on_media_error": "skip", "max_skipped_rows": 1e999},
+        "`max_skipped_rows` must be at least 0 and finite, got inf",
+    ),
+    (
+        {"max_skipped_rows": 5},
+        "`max_skipped_rows` has no effect without `on_media_error='skip'`; set `on_media_error='skip'` or remove",
     ),
     ({"model_init_kwargs": {"dtype": "bf16"}}, "has the dtype 'bf16', which torch doesn't have. Did you mean 'bfloat"),
     ({"model_init_kwargs": '{"dtype": "double64"}'}, "has the dtype 'double64', which torch doesn't have. Write"),

@@ -173,9 +173,7 @@ def other_packing(draw: Draw, config) -> dict | None:
         return None
     if draw.kind == "sft":
         return {"packing": not config.packing}
-    packing = config.packing_settings
-    rows = "padded" if packing.rows == "prefix" else "prefix"
-    return {"packing": f"{rows}(shuffle={packing.shuffle})"}
+    return {"packing": "padded" if config.packing == "prefix" else "prefix"}
 
 
 def other_budget(draw: Draw, config) -> dict | None:
@@ -192,7 +190,7 @@ def other_accumulation(draw: Draw, config) -> dict | None:
     changes = {"gradient_accumulation_steps": new, "per_device_train_batch_size": size * steps // new}
     if draw.kind == "sft":
         return changes
-    if not config.packing_settings.shuffle and (config.steps_per_generation > steps or draw.completions != "fixed"):
+    if not config.packing_shuffle and (config.steps_per_generation > steps or draw.completions != "fixed"):
         return None  # the order of groups depends on the number of micro-batches, and is random
     return {**changes, "steps_per_generation": config.steps_per_generation * new // steps}
 
@@ -202,7 +200,7 @@ def as_trl(draw: Draw, config) -> dict | None:
         return None
     if draw.kind == "sft":
         return None if config.freeze or config.learning_rates else {"packing": False}
-    if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or not config.packing_settings.shuffle:
+    if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or not config.packing_shuffle:
         return None
     if draw.kind == "grpo":
         source, filtered = config.entropy_settings, config.top_entropy_quantile < 1

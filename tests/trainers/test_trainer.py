@@ -74,7 +74,7 @@ PACKED = {
     "vespo, truncated masked": {**REUSED, "loss_type": "vespo", "mask_truncated_completions": True},
     "grpo by sequence": {
         **SPLIT,
-        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "packing": "prefix(shuffle=True)"},
+        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "packing_shuffle": True},
     },
     "lora, kl, checkpointing": {
         **REUSED,
@@ -118,7 +118,7 @@ def test_old_log_probabilities_equal_current_ones_before_an_update(kind, packing
 
 def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     """Micro-batches that would gain nothing from packing use it, too, so that all log-probabilities agree."""
-    options = {**SPLIT, "per_device_train_batch_size": 2, "packing": "prefix(shuffle=True)", "beta": 0.1}
+    options = {**SPLIT, "per_device_train_batch_size": 2, "packing_shuffle": True, "beta": 0.1}
     trainer = make_trainer(
         InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
     )

@@ -6,7 +6,6 @@ import os
 from types import SimpleNamespace
 
 from ..data.reading.rules import BUDGET_NAMES, OPTION_NAMES
-from ..spelling import split_settings
 from ..trainers.base.batch_sizes import batch_size
 from .options import Parser, Value, config_path, options_of, parse_json, read_config
 from .preflight import integer, process_count
@@ -198,9 +197,8 @@ def options_for_estimate(run_config: dict[str, Value]) -> dict[str, Value]:
         shard_key = "parallelism_config_dp_shard_size"
         options["gpus"] = run_config.get(shard_key, parallelism.get(shard_key, 1))
     options |= {**run_config, "strategy": strategies.get(str(launch["distributed_type"]), f"zero{stage}")}
-    packing = split_settings(str(options.pop("packing", None)))[0]
-    if packing in ("prefix", "padded"):  # `packing` of supervised training is another option
-        options["packing"] = packing
+    if options.get("packing") not in ("prefix", "padded"):  # `packing` of supervised training is another option
+        options.pop("packing", None)
     return options
 
 

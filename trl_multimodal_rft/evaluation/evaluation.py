@@ -43,7 +43,7 @@ from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Prompted
 from ..rollout.row_pass import RowPass
-from ..rollout.stream import EncodedRow, UnreadableRows
+from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
 from ..views.views import View, as_view
 from .config import EvaluationConfig
@@ -136,7 +136,7 @@ class Evaluation:
         n_correct = 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
         row_pass = RowPass(self.accelerator, lambda: {"dataset": (self.dataset, self._read_prompt)})
-        row_pass.begin(UnreadableRows("skip" if self.skips_unreadable else "raise", n))
+        row_pass.begin(self.skips_unreadable, n)
         with (
             closing(row_pass),
             kept_random_state(),

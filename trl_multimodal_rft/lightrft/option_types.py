@@ -31,7 +31,7 @@ max_pixels
 """
 _FROM_ZERO = """
 actor_learning_rate critic_learning_rate l2 aux_loss_coef init_kl_coef eps_clip reward_clip advantage_clip
-overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem
+overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem ptx_coef
 """
 
 # Names of options by their type, with the range of numbers. Texts have no check of their own here
@@ -45,14 +45,13 @@ _NAMES_BY_TYPE: list[tuple[Any, str]] = [
     (Annotated[int, "[-1, inf)"], "limit_mm_image_per_prompt limit_mm_video_per_prompt"),
     (float, "save_steps"),
     (Annotated[float, "[0, inf)"], _FROM_ZERO),
-    (Annotated[float, "[0, inf]"], "max_norm"),
+    (Annotated[float, "[0, inf]"], "max_norm kl_target"),
     (Annotated[float, "(0, inf)"], "num_episodes temperature fps"),
     (Annotated[float, "(0, inf]"], "value_clip"),
     (Annotated[float, "[0, 1]"], "gamma lambd high_entropy_token_ratio"),
     (Annotated[float, "[0, 1)"], "lr_warmup_ratio lora_dropout"),
     (Annotated[float, "(0, 1)"], "ema_beta"),
     (Annotated[float, "(0, 1]"], "top_p engine_mem_util"),
-    (Any, "ptx_coef kl_target"),  # numbers, or texts with settings, which the config checks
 ]
 TYPES: dict[str, Any] = {}  # type of each option
 for _annotation, _names in _NAMES_BY_TYPE:

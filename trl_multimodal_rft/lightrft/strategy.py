@@ -15,7 +15,6 @@ from accelerate.logging import get_logger
 from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
 from ..spelling import check_choice, did_you_mean, join_settings, split_settings
 from ..trainers.checkpoints.files import checkpoints
-from ..trainers.ppo.config import MultimodalPPOConfig
 from .option_types import check_option
 from .strategy_object import Strategy
 from .trainer.experience_config import NORMALIZED
@@ -148,8 +147,7 @@ def _divergence(coef: float, options: Options) -> dict[str, Any]:
 
 
 def _kl_target(value: float, options: Options) -> dict[str, Any]:
-    horizon = {"horizon": options["kl_horizon"]} if "kl_horizon" in options else {}
-    return {"kl_target": join_settings(str(value), horizon) if horizon else value}
+    return {"kl_target": value, **({"kl_horizon": options["kl_horizon"]} if "kl_horizon" in options else {})}
 
 
 def _entropy(share: float, options: Options) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _dynamic_sampling(value: bool | int, options: Options) -> dict[str, Any]:
 
 
 def _value_clip(value: float, options: Options) -> dict[str, Any]:
-    return {"vf_coef": join_settings(str(MultimodalPPOConfig.vf_coef), {"cliprange": value})}
+    return {"cliprange_value": value} if _estimator_of(options) == "gae" else {}
 
 
 def _betas(values: Sequence[float], options: Options) -> dict[str, Any]:
@@ -334,7 +332,7 @@ RULES: dict[str, Rule] = {
     **_elsewhere("use_kl_loss", "`kl_estimator`: without it `k1`, in the reward; with it `k2` or `k3`, in the loss"),
     **_elsewhere("kl_estimator use_kl_estimator_k3", "`kl_estimator` with `use_kl_loss`; in the reward `k1` or `k3`"),
     "kl_target": Rule("the field of the same name", _kl_target),
-    **_elsewhere("kl_horizon", "`horizon` of `kl_target`"),
+    **_elsewhere("kl_horizon", "the field of the same name, with `kl_target`"),
     # Advantages and rewards
     "advantage_estimator": Rule("the field of the same name", _estimator),
     **_elsewhere("gamma", '`gamma` of `"gae"`; else an argument of `PPOTrainerVL`'),
@@ -359,7 +357,7 @@ RULES: dict[str, Rule] = {
         _entropy,
         (False, 1),
     ),
-    "value_clip": Rule("`cliprange` of `vf_coef`", _value_clip, ()),
+    "value_clip": Rule('`cliprange_value`, with `"gae"`', _value_clip, ()),
     # Updates
     "critic_learning_rate": Rule('`value_learning_rate`, with `"gae"`', _critic_rate, ()),
     "adam_betas": Rule("`adam_beta1`, `adam_beta2`", _betas),

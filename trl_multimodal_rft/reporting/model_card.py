@@ -87,7 +87,7 @@ _IF_ON = ("soft_overlong_cache", "reward_running_scale", "reward_clip_range", "d
 _IF_ON += ("dynamic_sampling_range", "difficulty_sampling", "rollout_view", "contrast_view")
 # Options that a card names unless they are `None`
 _IF_SET = ("learning_rate", "num_generations", "temperature", "max_completion_length", "num_iterations", "vf_coef")
-_IF_SET += ("ema_decay",)
+_IF_SET += ("cliprange_value", "ema_decay")
 
 
 def in_text(name: str) -> str:
@@ -345,7 +345,8 @@ def _divergence(options: dict[str, Any]) -> str:
     else:
         parts += [_option_with_paper(estimator, "kl_estimator"), f"in the {'reward' if estimator == 'k1' else 'loss'}"]
     if options.get("kl_target") is not None:
-        parts.append(f"adaptive, `kl_target={options['kl_target']}`{_paper_suffix('kl_target')}")
+        settings = f"`kl_target={options['kl_target']}`, `kl_horizon={options['kl_horizon']}`"
+        parts.append(f"adaptive, {settings}{_paper_suffix('kl_target')}")
     return ", ".join(parts)
 
 

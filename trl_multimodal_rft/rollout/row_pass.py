@@ -24,7 +24,7 @@ from ..data.rows.prefetch import PrefetchPool
 from ..data.rows.rendered import RenderedPrompt
 from ..data.rows.unread import lists_columns
 from ..families import MODALITIES
-from .stream import UnreadableRows, unreadable_rows
+from .stream import skip_limit
 
 
 logger = get_logger(__name__)
@@ -72,7 +72,8 @@ class RowPass(TrainerCallback):
     def __init__(self, accelerator: Accelerator, readers: Callable[[], Mapping[str, tuple[Datasets, ReadRow]]]):
         self._accelerator = accelerator
         self._readers = readers
-        self._settings = UnreadableRows()
+        self._skips = False
+        self._max_skipped_rows = 0.0
         self._parts: list[_Part] = []
         self._n_rows: dict[str, int] = {}
         self._findings = _Findings()
@@ -81,7 +82,7 @@ class RowPass(TrainerCallback):
         self._goes_on = False  # whether a rank still reads rows
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **parts: _EventPart):
-        self.begin(unreadable_rows(args.on_media_error))
+        self.begin(args.on_media_error == "skip", args.max_skipped_rows)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.go_on()
@@ -89,12 +90,13 @@ class RowPass(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: _EventPart):
         self.close()
 
-    def begin(self, settings: UnreadableRows) -> None:
+    def begin(self, skips: bool, max_skipped_rows: float) -> None:
         """
-        Reads rows for some seconds. Raises the errors that all ranks have found, unless `settings` say that these rows
-        are skipped.
+        Reads rows for some seconds. Raises the errors that all ranks have found, unless the run `skips` these rows,
+        see [`skip_limit`].
         """
-        self._settings = settings
+        self._skips = skips
+        self._max_skipped_rows = max_skipped_rows
         self._n_rows = {}
         self._parts = [*self._parts_of_rank()]
         self._findings = _Findings()
@@ -172,7 +174,6 @@ class RowPass(TrainerCallback):
 
     def _report(self) -> None:
         findings = self._findings
-        settings = self._settings
         for name, n_rows in self._n_rows.items():
             errors = {index: text for (dataset, index), text in sorted(findings.errors.items()) if dataset == name}
             tags = {index: tag for (dataset, index), tag in sorted(findings.tags.items()) if dataset == name}
@@ -185,15 +186,15 @@ class RowPass(TrainerCallback):
             if not errors:
                 continue
             is_media_error = not any((name, index) in findings.unskipped for index in errors)
-            is_skipped = settings.action == "skip" and is_media_error
+            is_skipped = self._skips and is_media_error
             shown = " | ".join([*errors.values()][:_N_SHOWN])
             rest = f" | and {len(errors) - _N_SHOWN} more" * (len(errors) > _N_SHOWN)
-            if is_skipped and len(errors) <= settings.limit(n_rows):
+            if is_skipped and len(errors) <= skip_limit(self._max_skipped_rows, n_rows):
                 logger.warning_once(
                     f"{name}: {_count(len(errors), n_rows)} errors and will be left out: {shown}{rest}"
                 )
                 continue
-            limit = f", more than `max_rows` ({settings.max_rows:g}) of `on_media_error` allows" if is_skipped else ""
+            limit = f", more than `max_skipped_rows` ({self._max_skipped_rows:g}) allows" if is_skipped else ""
             many = f"{_count(len(errors), n_rows)} errors{limit}: " if len(errors) > 1 or limit else ""
             raise (MediaError if is_media_error else ValueError)(f"{name}: {many}{shown}{rest}")
 

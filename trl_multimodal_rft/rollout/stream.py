@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -30,7 +30,6 @@ from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import Rows, restore_rows, undecoded
 from ..data.rows.prefetch import PrefetchPool
 from ..encoding.prompts import EncodedPrompt
-from ..spelling import read_settings
 
 
 logger = get_logger(__name__)
@@ -41,7 +40,7 @@ SKIPPED_ROWS = "skipped_rows.jsonl"
 _DROPPED = "Rows with nothing to learn after the cut at `max_length` are dropped, and counted in `media/skipped`."
 NONE_LEFT = "None of the dataset's rows can be trained on. The last one: "
 
-# Length assumed for a training stream if `max_rows` of `on_media_error` is a share.
+# Length assumed for a training stream if `max_skipped_rows` is a share.
 # Also the maximum number of rows that are searched for a stream's first readable row.
 _STREAM_LENGTH = 1000
 
@@ -71,21 +70,9 @@ class _ReadRow(NamedTuple):
     teacher_decoded: Any = ()
 
 
-@dataclass(frozen=True)
-class UnreadableRows:
-    """Settings of the option `on_media_error`."""
-
-    action: Literal["raise", "skip"] = "raise"
-    max_rows: Annotated[float, "[0, inf)"] = 0.1  # maximum number of skipped rows; below 1, a share of the dataset
-
-    def limit(self, n_rows: int) -> int:
-        """Returns the number of rows that may be skipped in a dataset of `n_rows`."""
-        return int(self.max_rows) if self.max_rows >= 1 else max(1, int(self.max_rows * n_rows))
-
-
-def unreadable_rows(option: str) -> UnreadableRows:
-    """Reads the option `on_media_error`."""
-    return read_settings(UnreadableRows, "on_media_error", option)
+def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
+    """Returns how many of `n_rows` rows may be skipped. `max_skipped_rows` below 1 is a share of them."""
+    return int(max_skipped_rows) if max_skipped_rows >= 1 else max(1, int(max_skipped_rows * n_rows))
 
 
 class RowStream:
@@ -117,7 +104,7 @@ class RowStream:
     ):
         self.skipped: dict[int, str] = {}  # errors of skipped training rows, by row index
         self._start_errors: dict[int, str] = {}  # errors of rows at the start of a stream, until a batch records them
-        skips = unreadable_rows(args.on_media_error).action == "skip"
+        skips = args.on_media_error == "skip"
         # Errors for which a row is skipped. An `OverlongRow` is a `MediaError`, too.
         self._skipped_errors = MediaError if skips else OverlongRow if may_drop else ()
         self._may_drop = may_drop
@@ -495,14 +482,16 @@ class RowStream:
         new_errors = dict(sorted(all_errors.items() - skipped.items()))
         skipped.update(all_errors)
         file = self.write_errors(new_errors, split)
-        settings = unreadable_rows(self._args.on_media_error)
-        if settings.action == "raise":  # only overlong rows are skipped then (`may_drop`); their number has no limit
+        max_skipped_rows = self._args.max_skipped_rows
+        if (
+            self._args.on_media_error == "raise"
+        ):  # only overlong rows are skipped then (`may_drop`); their number has no limit
             if all_errors:
                 logger.warning_once(_DROPPED)
-        elif len(skipped) > settings.limit(n_rows):
+        elif len(skipped) > skip_limit(max_skipped_rows, n_rows):
             raise MediaError(
-                f"{len(skipped)} rows can't be read, more than `max_rows` ({settings.max_rows:g}) of `on_media_error` "
-                f"allows; they are listed in {file}. The last one: {list(skipped.values())[-1]}"
+                f"{len(skipped)} rows can't be read, more than `max_skipped_rows` ({max_skipped_rows:g}) allows; they "
+                f"are listed in {file}. The last one: {list(skipped.values())[-1]}"
             )
         return all_errors
 

@@ -258,7 +258,7 @@ def test_unreadable_rows_are_replaced_and_not_drawn_again(tmp_path):
     options = {"difficulty_sampling": True, "max_steps": 12, "media_prefetch": 1, "reward": right, **TWO}
     with pytest.raises(MediaError, match=r"row \d, column 'image'"):
         make_trainer(Recorded, FAMILY, dataset, tmp_path, **options).train()
-    options |= {"on_media_error": "skip(max_rows=2)"}
+    options |= {"on_media_error": "skip", "max_skipped_rows": 2}
     trainer = make_trainer(Recorded, FAMILY, dataset, tmp_path, **options)
     trainer.train()
     assert set(trainer._stream.skipped) == {2, 5}

@@ -179,7 +179,7 @@ def test_other_readers_name_a_corrupt_file_too(folders, tmp_path):
     with pytest.raises(MediaError, match=message):
         evaluate(*load(FAMILY["image"]), dataset, lambda completions, **_: [0.0], EvaluationConfig(batch_size=4))
     objects = {"ptx_dataset": dataset.remove_columns("number").add_column("completion", ["a cat"] * N)}
-    options = {**OPTIONS, "ptx_coef": f"1.0(batch_size={N})"}
+    options = {**OPTIONS, "ptx_coef": 1.0, "ptx_batch_size": N}
     with pytest.raises(MediaError, match=message):
         run(MultimodalPPOTrainer, FAMILY["image"], loaded(folders, "image"), objects=objects, **options)
     stream = with_corrupt(folders, "image", "stream", tmp_path)

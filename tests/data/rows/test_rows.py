@@ -56,7 +56,7 @@ from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.rewards.failures import RewardError
 from trl_multimodal_rft.rollout import stream
-from trl_multimodal_rft.rollout.stream import UnreadableRows, other_row
+from trl_multimodal_rft.rollout.stream import other_row, skip_limit
 
 
 class Recorded(Recording, MultimodalGRPOTrainer):
@@ -502,7 +502,7 @@ def damaged_rows(bad: dict[int, str], n: int = 12) -> Dataset:
 
 
 BAD = {1: "/nowhere/1.wav", 4: "/nowhere/4.wav", 9: "/nowhere/9.wav"}
-SKIP = {"on_media_error": "skip(max_rows=3)", "max_steps": 12, "learning_rate": 1e-3}
+SKIP = {"on_media_error": "skip", "max_skipped_rows": 3, "max_steps": 12, "learning_rate": 1e-3}
 
 
 def skipped_rows(folder) -> list[dict]:
@@ -518,8 +518,8 @@ def numbers_of(trainer) -> list[list[int]]:
 def test_bad_rows_end_the_run_by_default_and_where_they_are_too_many(tmp_path):
     with pytest.raises(MediaError, match=r"row (1|4|9), column 'audio'.*/nowhere/\1.wav"):
         trained(damaged_rows(BAD), tmp_path, max_steps=12)
-    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_rows` \(0.2\).*skipped_rows"):
-        trained(damaged_rows(BAD), tmp_path, **{**SKIP, "on_media_error": "skip(max_rows=0.2)"})
+    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_skipped_rows` \(0.2\).*skipped_rows"):
+        trained(damaged_rows(BAD), tmp_path, **{**SKIP, "on_media_error": "skip", "max_skipped_rows": 0.2})
     assert len(skipped_rows(tmp_path)) == 3
 
 
@@ -593,7 +593,7 @@ def test_other_rows_are_the_same_everywhere():
     assert len({other_row(2, skipped, 1000, seed) for seed in range(20)}) > 10
     with pytest.raises(ValueError, match="None of the dataset's rows"):
         other_row(0, dict.fromkeys(range(8), "no such file"), 8, seed=0)
-    assert [UnreadableRows("skip", share).limit(50) for share in (0.1, 0.001, 1, 7)] == [5, 1, 1, 7]
+    assert [skip_limit(share, 50) for share in (0.1, 0.001, 1, 7)] == [5, 1, 1, 7]
 
 
 def test_evaluation_leaves_out_what_it_cannot_read():
@@ -613,7 +613,7 @@ def test_evaluation_leaves_out_what_it_cannot_read():
     assert set(result.skipped) == set(bad) and all(f"row {row}," in error for row, error in result.skipped.items())
 
 
-EVALUATED = {"on_media_error": "skip(max_rows=6)"}
+EVALUATED = {"on_media_error": "skip", "max_skipped_rows": 6}
 EVALUATED |= {"num_generations_eval": 2, "per_device_eval_batch_size": 6}
 
 
@@ -665,10 +665,10 @@ def test_evaluation_of_a_trainer_is_that_of_the_rows_that_can_be_read(tmp_path):
     seen.clear()
     found = evaluated(trainer, IterableDataset.from_generator(lambda: map(dict, rows)))
     assert found["eval_media/skipped"] == 3 and sorted(seen) == sorted(2 * good)
-    trainer.args.on_media_error = "skip(max_rows=2)"
-    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_rows` \(2\)"):
+    trainer.args.max_skipped_rows = 2
+    with pytest.raises(MediaError, match=r"3 rows can't be read, more than `max_skipped_rows` \(2\)"):
         evaluated(trainer, damaged_rows(BAD))
-    trainer.args.on_media_error = "skip(max_rows=12)"
+    trainer.args.max_skipped_rows = 12
     with pytest.raises(MediaError, match=r"No row to evaluate can be read. The last one: .*9.wav"):
         evaluated(trainer, damaged_rows(BAD).select([*BAD]))
     sounds = [BAD.get(i, sound(0.2 + 0.02 * i, seed=i)) for i in range(12)]

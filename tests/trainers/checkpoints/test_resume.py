@@ -73,9 +73,9 @@ def case(options, stops, moving=(), *, trainer=RecordingGRPO, family="qwen2_5_vl
 CASES = {
     "several epochs": case({"max_steps": 11}, [STEPS_PER_EPOCH, 6]),
     "one update a batch": case({"steps_per_generation": 2, "num_iterations": 1, "max_steps": 5}, [2]),
-    "shuffled as by TRL": case({"packing": "prefix(shuffle=True)"}, [3]),
+    "shuffled as by TRL": case({"packing_shuffle": True}, [3]),
     "replay, dynamic sampling, adaptive KL": case(
-        {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": "0.01(horizon=50)", "max_steps": 10},
+        {**REPLAY, "reward": few_live, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 50, "max_steps": 10},
         [2, 6],
         ["replay/frac", "kl", "kl_coef"],
     ),

@@ -58,7 +58,7 @@ def test_packed_equals_trl(rows, name):
         if name == "evaluated":
             options["objects"] = {"eval_dataset": rows(6)}
         if trainer_class is InjectedOurs:
-            options["packing"] = "prefix(shuffle=True)"
+            options["packing_shuffle"] = True
         runs.append(distill(trainer_class, "qwen2_5_vl", rows(), **options))
     assert all(runs[1].trainer.scored_packed)
     assert_equal(*runs)
@@ -268,7 +268,7 @@ def test_broken_medium_of_a_teacher(name, prefetch, tmp_path):
     objects = {"teacher_model": None}
     with pytest.raises(MediaError, match=r"row 1, column 'teacher_images\[0\]'"):
         make(tmp_path / "ends", objects=objects).train()
-    skips = make(tmp_path / "skips", objects=objects, on_media_error="skip(max_rows=1)")
+    skips = make(tmp_path / "skips", objects=objects, on_media_error="skip", max_skipped_rows=1)
     skips.train()
     assert "teacher_images[0]" in (tmp_path / "skips" / "skipped_rows.jsonl").read_text()
     assert skips._stream.skipped.keys() == {1}
@@ -320,7 +320,7 @@ def test_tools_work_as_in_trl():
     objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
     theirs = distill(CallingTRL, "qwen3_vl", text_rows(), objects, **CALLS)
     objects = with_tools(tools=[look_up], teacher_model=teacher("qwen3_vl"))
-    options = {**CALLS, "packing": "prefix(shuffle=True)", "sampler": Calling}
+    options = {**CALLS, "packing_shuffle": True, "sampler": Calling}
     ours = distill(MultimodalDistillationTrainer, "qwen3_vl", text_rows(), objects, **options)
     assert theirs.history[0]["tools/call_frequency"] == 0.5
     assert_equal(theirs, ours)

@@ -251,7 +251,8 @@ def test_kl_target_moves_the_coefficient(options, target):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     result = ours(
         beta=0.1,
-        kl_target=f"{target}(horizon=10)",
+        kl_target=target,
+        kl_horizon=10,
         objects={**moved(FAMILY), "eval_dataset": image_rows(1)},
         **steps,
         **evaluated,

@@ -122,11 +122,8 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({**KL, "kl_estimator": "k1", "advantage_estimator": function}, "remove `kl_estimator='k1'`"),
         ({**KL, "kl_estimator": "k4"}, "`kl_estimator` must be one of 'k1', 'k2', 'k3'"),
         *(({**KL, "kl_target": value}, "`kl_target` must be above 0") for value in (0.0, -1.0)),
-        ({**KL, "kl_target": "0.1(horizon=0)"}, "`horizon` of 'kl_target' must be above 0"),
-        (
-            {**KL, "kl_target": "low"},
-            "`kl_target` must be a number, such as 0.1, also with settings behind it, got 'low'",
-        ),
+        ({**KL, "kl_target": 0.1, "kl_horizon": 0}, "`kl_horizon` must be above 0"),
+        ({**KL, "kl_target": "low"}, "`kl_target` must be a number, got the text 'low'"),
         *(
             ({**KL, "advantage_estimator": "reinforce", name: value}, f"`{name}={value!r}` takes one advantage per")
             for name, value in (("importance_sampling_level", "sequence"), ("loss_type", "gmpo"))
@@ -148,22 +145,29 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
                 f"`{name}={f'{value}({setting}, {setting})'!r}` can't be read (it sets ",
             )
             for name, value, setting in (
-                ("packing", "prefix", "shuffle=True"),
                 ("loss_type", "cpgd", "drift_coef=0.1"),
                 ("advantage_estimator", "cpgd", "weight='std'"),
                 ("loss_view", "blank", "kl_coef=0.1"),
                 ("rollout_view", "mask_patches", "ratio=0.1"),
-                ("on_media_error", "skip", "max_rows=5"),
+                ("entropy_source", "rollout", "scope='batch'"),
             )
         ),
-        ({**KL, "kl_target": "0.1(horizon=5, horizon=5)"}, "`kl_target='0.1(horizon=5, horizon=5)'` can't be read"),
-        ({**KL, "kl_target": "0.1(horizon=2.5)"}, "`horizon` of 'kl_target' must be a whole number, got 2.5"),
-        ({"packing": "prefix(shuffle=)"}, "`packing='prefix(shuffle=)'` can't be read"),
+        ({**KL, "kl_target": 0.1, "kl_horizon": 2.5}, "`kl_horizon` must be a whole number, got 2.5"),
+        ({**KL, "kl_horizon": 5}, "`kl_horizon` has no effect without `kl_target`"),
+        ({"packing": "prefix(shuffle=True)"}, "`packing` must be one of 'prefix', 'padded', got 'prefix(shuffle=T"),
+        ({"packing_shuffle": [True]}, "`packing_shuffle` must be `True` or `False`, got [True]"),
+        ({"entropy_source": "rollout(renormalize=)"}, "`entropy_source='rollout(renormalize=)'` can't be read"),
         *(
-            ({"packing": f"prefix(shuffle={value})"}, f"`shuffle` of 'packing' must be `True` or `False`, got {value}")
+            (
+                {"entropy_source": f"rollout(renormalize={value})"},
+                f"`renormalize` of 'entropy_source' must be `True` or `False`, got {value}",
+            )
             for value in ("[True]", "1", "0.0", "(True,)", "b'yes'")
         ),
-        ({"packing": "prefix(shuffle=None)"}, "`shuffle` of 'packing' can't be None; the default is False"),
+        (
+            {"entropy_source": "rollout(renormalize=None)"},
+            "`renormalize` of 'entropy_source' can't be None; the default is False",
+        ),
         ({"entropy_source": "rollout(scope=None)"}, "`scope` of 'entropy_source' can't be None"),
         ({"entropy_source": "rollout(scope=['batch'])"}, "`scope` of 'entropy_source' must be one of 'batch'"),
         *(
@@ -267,7 +271,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"dynamic_sampling_reward": "one"}, "no effect without `dynamic_sampling_range` or `difficulty_sampling"),
         ({"difficulty_sampling": True, "shuffle_dataset": False}, "`shuffle_dataset=False` keeps the dataset's"),
         ({**SINGLE, "dynamic_sampling": 4}, "`dynamic_sampling` selects prompts whose"),
-        ({"balance_ranks": True, "packing": "prefix(shuffle=True)"}, "`balance_ranks` moves whole groups between"),
+        ({"balance_ranks": True, "packing_shuffle": True}, "`balance_ranks` moves whole groups between"),
         ({**SINGLE, "replay_buffer_size": 2}, "`replay_buffer_size` selects prompts whose"),
         ({**STEPS, "reward_running_scale": True}, "reads rewards of steps. `reward_running_scale`, `reward_cl"),
         ({**STEPS, **KL, "kl_estimator": "k1"}, "reads rewards of steps. "),

@@ -161,7 +161,7 @@ VARIANTS = {
     "advantages by token": {"advantage_estimator": by_position},
     "kl in the reward": {"advantage_estimator": "reinforce", "beta": 0.1},
     "reused": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.1, "loss_type": "cpgd"},
-    "shuffled": {"packing": "padded(shuffle=True)", "loss_type": "gmpo"},
+    "shuffled": {"packing": "padded", "packing_shuffle": True, "loss_type": "gmpo"},
     "entropy filter": {"top_entropy_quantile": 0.5},
 }
 

@@ -275,7 +275,7 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
 
 def test_coefficient_adapts_once_for_each_rollout_and_not_while_the_policy_is_frozen():
     """The policy is frozen in the first of four rollouts, and in the first epoch of the second."""
-    adaptive = {"beta": 0.1, "kl_estimator": "k3", "kl_target": "1e-9(horizon=40)", "freezing_actor_steps": 3}
+    adaptive = {"beta": 0.1, "kl_estimator": "k3", "kl_target": 1e-9, "kl_horizon": 40, "freezing_actor_steps": 3}
     result = ppo(objects=moved(FAMILY), **adaptive, **{**TWICE, "max_steps": 8})
     assert logged(result, "kl_coef") == pytest.approx([0.1 * 1.04**n for n in (0, 0, 0, 0, 1, 1, 2, 2)])
 
@@ -298,7 +298,9 @@ def test_rates_and_schedules_are_those_by_hand():
         learning_rate=0.02,
         lr_scheduler_type="linear",
         warmup_steps=2,
-        value_learning_rate="0.06(lr_scheduler_type='cosine', warmup_steps=0.2)",
+        value_learning_rate=0.06,
+        value_lr_scheduler_type="cosine",
+        value_warmup_steps=0.2,
         **{**ONCE, "max_steps": 5},
     )
     assert logged(result, "learning_rate") == pytest.approx([0.02 * x for x in (0, 1 / 2, 1, 2 / 3, 1 / 3)])
@@ -318,7 +320,7 @@ def test_schedules_end_at_the_same_rate(schedule, end):
     result = ppo(**options)
     assert result.trainer.lr_scheduler.get_last_lr() == pytest.approx([1e-3] * 4)
     # Arguments of the policy's schedule don't apply to others
-    result = ppo(**{**options, "value_learning_rate": "0.1(lr_scheduler_type='linear')"})
+    result = ppo(**{**options, "value_learning_rate": 0.1, "value_lr_scheduler_type": "linear"})
     assert logged(result, "value_learning_rate") == pytest.approx([0.1, 0.05])
 
 
@@ -513,7 +515,7 @@ def value_loss_by_hand(trainer, moment, values):
     for i in scorable:
         for t in rows[i]:
             value, old, target = (x[i, t].item() for x in (values, batch["values.old"], batch["values.returns"]))
-            near = old + max(min(value - old, args.value_loss.cliprange), -args.value_loss.cliprange)
+            near = old + max(min(value - old, args.cliprange_value), -args.cliprange_value)
             error = max((value - target) ** 2, (near - target) ** 2) / 2
             clipped += (near - target) ** 2 > (value - target) ** 2
             total += weights[i, t].item() * error
@@ -544,7 +546,7 @@ def test_losses_and_their_metrics_are_those_by_hand(loss_type):
     for moment, values in zip(trainer.micro_batches, trainer.values, strict=True):
         mask = moment.batch["completion_mask"].bool()
         value_loss, mean, clipped = value_loss_by_hand(trainer, moment, values)
-        policy_loss = moment.loss.item() - trainer.args.value_loss.coef * value_loss
+        policy_loss = moment.loss.item() - trainer.args.vf_coef * value_loss
         if loss_type != "luspo":
             by_hand = loss_by_hand(trainer, moment, moment.logps).item()
             assert policy_loss == pytest.approx(by_hand, rel=1e-4, abs=1e-6)

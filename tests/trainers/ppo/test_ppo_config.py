@@ -2,17 +2,18 @@
 """The options of the PPO config: refusals and accepted values; `test_ppo.py` and others test their effects."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
 from helpers.ppo_runs import FAMILY, Ours
 from helpers.trainer_utils import make_trainer, text_rows
+from transformers import SchedulerType
 from trl import TrlParser
 
 from trl_multimodal_rft import MultimodalPPOConfig
-from trl_multimodal_rft.trainers.grpo.config import KLTarget
-from trl_multimodal_rft.trainers.ppo.config import SupervisedLoss, ValueLoss, ValueSchedule
+from trl_multimodal_rft.trainers.ppo.config import ValueSchedule
 
 
 def config(**options):
@@ -40,7 +41,7 @@ WITHOUT = {"advantage_estimator": "rloo"}
         ({"advantage_estimator": "gae(bootstrap=True)"}, "'gae' has no setting 'bootstrap', only ['gamma', 'lam']"),
         *(
             ({name: value}, f"`{name}` must be above 0, got {value}")
-            for name in ("vf_coef", "value_learning_rate")
+            for name in ("vf_coef", "cliprange_value", "value_learning_rate")
             for value in (0.0, -1.0)
         ),
         *(
@@ -49,30 +50,20 @@ WITHOUT = {"advantage_estimator": "rloo"}
                 ("freezing_actor_steps", 0, -1),
                 ("num_ppo_epochs", 1, 0),
                 ("ptx_coef", 0, -0.1),
+                ("value_warmup_steps", 0, -0.5),
             )
         ),
         ({"vf_coef": None}, "`vf_coef` must be above 0, got None"),
-        ({"vf_coef": "0.1(cliprange=0)"}, "`cliprange` of 'vf_coef' must be above 0, got 0"),
-        ({"vf_coef": "high"}, "`vf_coef` must be a number, such as 0.1, also with settings behind it, got 'high'"),
-        ({"ptx_coef": "0.1(batch_size=0)"}, "`batch_size` of 'ptx_coef' must be at least 1, got 0"),
-        ({"ptx_coef": "0.1(batch_size=1e999)"}, "`batch_size` of 'ptx_coef' must be at least 1 and finite, got inf"),
-        ({"value_learning_rate": "0.1(warmup_steps=1e999)"}, "of 'value_learning_rate' must be at least 0 and finite"),
-        ({"ptx_coef": "0.1(batch_size=1.5)"}, "`batch_size` of 'ptx_coef' must be a whole number, got 1.5"),
-        ({"vf_coef": "0.1(cliprange=0.5, cliprange=0.5)"}, "can't be read (it sets `cliprange` twice; remove one)"),
-        ({"vf_coef": "0.1(cliprange=[0.5])"}, "`cliprange` of 'vf_coef' must be a number, got [0.5]"),
-        ({"vf_coef": "0.1(cliprange=)"}, "`vf_coef='0.1(cliprange=)'` can't be read"),
-        (
-            {"value_learning_rate": "0.1(lr_scheduler_type=5)"},
-            "`lr_scheduler_type` of 'value_learning_rate' can't be 5",
-        ),
-        ({"ptx_coef": "0.1(size=1)"}, "'ptx_coef' has no setting 'size', only ['batch_size']"),
-        (
-            {"value_learning_rate": "0.1(warmup_steps=-0.5)"},
-            "`warmup_steps` of 'value_learning_rate' must be at least 0, got -0.5",
-        ),
-        (
-            {"value_learning_rate": "0.1(lr_scheduler_type='other')"},
-            "`lr_scheduler_type` of `value_learning_rate` must be one of 'linear', 'cosine'",
+        ({"vf_coef": "0.1(cliprange=0.5)"}, "`vf_coef` must be a number, got the text '0.1(cliprange=0.5)'"),
+        ({"cliprange_value": [0.5]}, "`cliprange_value` must be a number, got [0.5]"),
+        ({"ptx_coef": 0.1, "ptx_batch_size": 0}, "`ptx_batch_size` must be at least 1, got 0"),
+        ({"ptx_coef": 0.1, "ptx_batch_size": math.inf}, "`ptx_batch_size` must be at least 1 and finite, got inf"),
+        ({"ptx_coef": 0.1, "ptx_batch_size": 1.5}, "`ptx_batch_size` must be a whole number, got 1.5"),
+        ({"ptx_batch_size": 2}, "`ptx_batch_size` has no effect without `ptx_coef`"),
+        ({"value_warmup_steps": math.inf}, "`value_warmup_steps` must be at least 0 and finite"),
+        *(
+            ({"value_lr_scheduler_type": value}, "`value_lr_scheduler_type` must be one of 'linear', 'cosine'")
+            for value in (5, "other")
         ),
         *(
             ({"ema_decay": value}, f"`ema_decay` must be above 0 and below 1, got {value}")
@@ -87,7 +78,11 @@ WITHOUT = {"advantage_estimator": "rloo"}
             for name, value in (
                 ("bootstrap_truncated", True),
                 ("shared_trunk", True),
+                ("vf_coef", 0.5),
+                ("cliprange_value", None),
                 ("value_learning_rate", 0.1),
+                ("value_lr_scheduler_type", "cosine"),
+                ("value_warmup_steps", 0),
                 ("freezing_actor_steps", 1),
             )
         ),
@@ -114,18 +109,20 @@ def test_config_refuses(options, message):
         ({"beta": 0.1}, {"kl_estimator": "k1", "kl_in_reward": True}),
         ({"beta": 0.1, "kl_estimator": "k3"}, {"kl_estimator": "k3", "kl_in_reward": False}),
         ({"advantage_estimator": "gae(gamma=0, lam=1)"}, {"advantage_estimator": "gae(gamma=0, lam=1)"}),
-        ({}, {"value_loss": ValueLoss(0.1, 0.2), "value_schedule": ValueSchedule(1e-6, "linear", 0)}),
-        ({"vf_coef": "1e-3(cliprange=None)"}, {"value_loss": ValueLoss(1e-3, None)}),
+        ({}, {"vf_coef": 0.1, "cliprange_value": 0.2, "value_schedule": ValueSchedule(1e-6, "linear", 0)}),
+        ({"cliprange_value": None}, {"cliprange_value": None}),
         (
-            {"value_learning_rate": "5e-6(warmup_steps=0.1)", "lr_scheduler_type": "constant", "warmup_steps": 3},
-            {"value_schedule": ValueSchedule(5e-6, "constant", 0.1)},
+            {"value_learning_rate": 5e-6, "value_warmup_steps": 0, "lr_scheduler_type": "constant", "warmup_steps": 3},
+            {"value_schedule": ValueSchedule(5e-6, "constant", 0)},
         ),
         (
-            {"value_learning_rate": "0.1(lr_scheduler_type='cosine')", "warmup_steps": 3},
+            {"value_learning_rate": 0.1, "value_lr_scheduler_type": "cosine", "warmup_steps": 3},
             {"value_schedule": ValueSchedule(0.1, "cosine", 3)},
         ),
-        ({"ptx_coef": "0.5(batch_size=3)"}, {"ptx": SupervisedLoss(0.5, 3)}),
-        ({"beta": 0.1, "kl_target": "0.05(horizon=50)"}, {"kl_control": KLTarget(0.05, 50)}),
+        (
+            {"value_lr_scheduler_type": SchedulerType.COSINE, "value_warmup_steps": 0.1},
+            {"value_schedule": ValueSchedule(1e-6, "cosine", 0.1)},
+        ),
         ({"advantage_estimator": "reinforce++", "num_generations": 1}, {"advantage_estimator": "reinforce"}),
         ({"advantage_estimator": function}, {}),
         ({"ema_decay": 0.992, "ptx_coef": 0.1}, {}),
@@ -136,29 +133,26 @@ def test_config_accepts(options, expected):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_hints_of_options_that_are_settings_now():
-    for removed, hint in {
-        "per_device_ptx_batch_size": "use `ptx_coef` with a setting, such as '0.1(batch_size=2)'",
-        "value_lr_scheduler_type": "use `value_learning_rate` with a setting",
-        "kl_horizon": "use `kl_target` with a setting, such as '0.05(horizon=50)'",
-        "keep_groups_together": "use `packing` with a setting: 'prefix(shuffle=True)'",
-        "cliprange_value": "use `vf_coef` with a setting",
-        "vllm_sync_adapter": "use `vllm_engine_kwargs`",
-    }.items():
-        with pytest.raises(TypeError, match=rf"'{removed}'. It was removed: {re.escape(hint)}"):
-            MultimodalPPOConfig("out", **{removed: 1})
-
-
 def test_config_from_the_command_line():
     given = {
         "advantage_estimator": "gae(lam=0.9)",
         "bootstrap_truncated": True,
-        "vf_coef": "0.5(cliprange=0.3)",
+        "vf_coef": 0.5,
+        "cliprange_value": 0.3,
         "value_learning_rate": 1e-5,
+        "value_lr_scheduler_type": "cosine",
+        "value_warmup_steps": 0.1,
         "freezing_actor_steps": 5,
         "num_ppo_epochs": 2,
         "ema_decay": 0.99,
-        "ptx_coef": "0.2(batch_size=2)",
+        "ptx_coef": 0.2,
+        "ptx_batch_size": 2,
+        "beta": 0.1,
+        "kl_target": 0.05,
+        "kl_horizon": 50,
+        "packing_shuffle": True,
+        "on_media_error": "skip",
+        "max_skipped_rows": 5,
         "num_generations": 1,
     }
     line = "--output_dir out --use_cpu true --bf16 false " + " ".join(
@@ -169,9 +163,7 @@ def test_config_from_the_command_line():
     assert {name: getattr(args, name) for name in expected} == expected
     line = "--output_dir out --use_cpu true --bf16 false --shared_trunk true"
     (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config(line.split())
-    assert args.shared_trunk and args.value_loss == ValueLoss(0.1, 0.2) and args.value_learning_rate is None
-    (args,) = TrlParser(MultimodalPPOConfig).parse_args_and_config([*line.split(), "--vf_coef", "0.1(cliprange=None)"])
-    assert args.value_loss.cliprange is None
+    assert args.shared_trunk and args.cliprange_value == 0.2 and args.value_learning_rate is None
 
 
 def test_config_is_saved_and_left_alone(tmp_path):
@@ -187,6 +179,6 @@ def test_config_is_saved_and_left_alone(tmp_path):
 
 
 def test_schedule_that_follows_a_metric_is_refused(tmp_path):
-    options = {"value_learning_rate": "0.1(lr_scheduler_type='reduce_lr_on_plateau')", "max_steps": 1}
+    options = {"value_lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 1}
     with pytest.raises(ValueError, match="The schedule 'reduce_lr_on_plateau' follows a metric"):
         make_trainer(Ours, FAMILY, text_rows(), tmp_path, **options).train()

@@ -322,7 +322,7 @@ def test_rows_of_a_run(monkeypatch):
     monkeypatch.setattr(torch, "randperm", shuffled)
     data = supervised("text")
     objects = {"ptx_dataset": data, "eval_dataset": text_rows(4)}
-    options = {**OPTIONS, "ptx_coef": f"{COEFFICIENT}(batch_size=2)", "max_steps": 5, "seed": 7}
+    options = {**OPTIONS, "ptx_coef": COEFFICIENT, "ptx_batch_size": 2, "max_steps": 5, "seed": 7}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     result = run(Supervised, "qwen2_5_vl", text_rows(), objects=objects, **options)
     assert [call.args[0] for call in shuffled.call_args_list].count(len(data)) == 4
@@ -353,12 +353,19 @@ def test_rows_of_a_run(monkeypatch):
 )
 def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, tmp_path):
     """In one step of gradient descent, both gradients add up."""
-    options = {**OPTIONS, **options, "max_steps": 1, "learning_rate": 0.1, "ptx_coef": f"{COEFFICIENT}(batch_size=2)"}
+    options = {
+        **OPTIONS,
+        **options,
+        "max_steps": 1,
+        "learning_rate": 0.1,
+        "ptx_coef": COEFFICIENT,
+        "ptx_batch_size": 2,
+    }
     own = dict(options.pop("objects", {}))
     data, family = supervised(kind), FAMILY[kind]
     objects = {**own, "ptx_dataset": data}
     with_it = run(Supervised, family, POLICY_ROWS[kind](), objects=objects, **options)
-    own_options = {**options, "ptx_coef": 0.0}
+    own_options = {**options, "ptx_coef": 0.0, "ptx_batch_size": 1}
     without = run(Supervised, family, POLICY_ROWS[kind](), objects=own, **own_options)
     start = make_trainer(Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **own_options)
     model, loss = start.model, 0.0

@@ -453,7 +453,7 @@ def test_a_missing_file_names_row_and_column(make, columns, tmp_path):
     column = r"images\[1\]" if columns else r"rejected\[0\].content\[0\]"
     with pytest.raises(MediaError, match=f"row 0, column '{column}'.*2.png"):
         make(rows, tmp_path).train()
-    trainer = make(rows, tmp_path, on_media_error="skip(max_rows=1)", max_steps=1)
+    trainer = make(rows, tmp_path, on_media_error="skip", max_skipped_rows=1, max_steps=1)
     trainer.train()
     assert [*trainer._stream.skipped] == [0]
 

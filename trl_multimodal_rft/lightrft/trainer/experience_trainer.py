@@ -29,7 +29,6 @@ from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import RewardValues, Rollout, TokenChoice, Values
-from ...spelling import join_settings
 from ...trainers.base.dataset_checks import warn_of_unread_media
 from ...trainers.base.ema import MovingAverage
 from ...trainers.base.finite import naming_broken_logits
@@ -126,7 +125,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             reward_funcs=_no_rewards,
             args=args,
             train_dataset=rows,
-            ptx_dataset=rows if args.ptx.coef > 0 else None,
+            ptx_dataset=rows if args.ptx_coef > 0 else None,
             optimizers=(optimizer, scheduler),
             **kwargs,
         )
@@ -181,7 +180,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def set_supervised_rows(self, dataloader: DataLoader | None) -> None:
         """If `ptx_coef` is above 0, takes the rows of the supervised loss from the dataset of a dataloader."""
-        if self.args.ptx.coef == 0:
+        if self.args.ptx_coef == 0:
             self._supervised_rows = None
             return
         self._supervised_rows = _supervised_rows(self.args, dataloader)
@@ -202,7 +201,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
                 f"Without `fit`, the schedule {args.lr_scheduler_type!r} has no known length; set `max_steps` in "
                 "`strategy`, or `lr_scheduler_type='constant'`."
             )
-        if args.ptx.coef > 0:
+        if args.ptx_coef > 0:
             raise ValueError("`ptx_coef` needs supervised rows, which only `fit` takes; set it to 0.")
         for callback in (ProgressCallback, DefaultFlowCallback):  # of the loop of `train`
             self.remove_callback(callback)
@@ -318,8 +317,8 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         n_samples = len(items)
         size = args.per_device_train_batch_size
         window = args.gradient_accumulation_steps
-        # The completions of a prompt stay together, unless `packing` shuffles samples
-        group_size = 1 if args.packing_settings.shuffle else args.num_generations
+        # The completions of a prompt stay together, unless `packing_shuffle` shuffles samples
+        group_size = 1 if args.packing_shuffle else args.num_generations
         # An optimizer step takes `window` micro-batches of `size` samples
         if n_samples == 0 or n_samples % (size * window) != 0:
             raise ValueError(
@@ -561,7 +560,7 @@ def copy_average(average: MovingAverage, policy: Actor, actor: Actor) -> None:
 
 
 def _supervised_rows(args: MultimodalPPOConfig, dataloader: DataLoader | None) -> EndlessRows:
-    """Returns the rows of a dataloader, whose batch size becomes that of `ptx_coef`."""
+    """Returns the rows of a dataloader, whose batch size becomes `ptx_batch_size`."""
     if not isinstance(dataloader, DataLoader) or dataloader.batch_size is None:
         raise ValueError(
             f"`ptx_coef` ({args.ptx_coef}) needs a `pretrain_dataloader` with rows and a `batch_size`, got "
@@ -572,7 +571,7 @@ def _supervised_rows(args: MultimodalPPOConfig, dataloader: DataLoader | None) -
     warn_of_unread_media(args, {"pretrain_dataloader": first_rows}, dataset_part="first", supervised=True)
     # `Subset` has `__getitems__`, which reads several rows at once, even if the dataset has no such method
     rows = Subset(dataset, range(len(dataset)))
-    args.ptx_coef = join_settings(str(args.ptx.coef), {"batch_size": dataloader.batch_size})
+    args.ptx_batch_size = dataloader.batch_size
     return EndlessRows(rows, args.seed)
 
 

@@ -12,9 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import GenerationConfig
 
-from ...spelling import read_settings
-from ...trainers.grpo.config import KLTarget
-from ...trainers.ppo.config import MultimodalPPOConfig, ValueLoss
+from ...trainers.ppo.config import MultimodalPPOConfig
 from ..option_types import check_option
 from ..strategy import OPTIONS, RULES, convert_options
 from ..strategy_object import Strategy
@@ -39,39 +37,13 @@ def remember_passed(constructor: Constructor) -> Constructor:
     return cast(Constructor, construct)
 
 
-# Values in fields of the config
-
-
-def _clip_range(vf_coef: float | str) -> float | None:
-    return read_settings(ValueLoss, "vf_coef", vf_coef).cliprange
-
-
-def _target(kl_target: float | str | None) -> float | None:
-    return None if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).value
-
-
-def _horizon(kl_target: float | str | None) -> int | None:
-    """Returns `None` for the default, which nobody need have asked for."""
-    horizon = KLTarget.horizon if kl_target is None else read_settings(KLTarget, "kl_target", kl_target).horizon
-    return None if horizon == KLTarget.horizon else horizon
-
-
-def _itself(value: Value) -> Value:
-    return value
-
-
-# The field that holds the value of an argument, and how to read it there
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "ema_beta": ("ema_decay", _itself),
-    "kl_target": ("kl_target", _target),
-    "kl_horizon": ("kl_target", _horizon),
-    "value_clip": ("vf_coef", _clip_range),
-    "dataloader_pin_memory": ("dataloader_pin_memory", _itself),
-}
+# The field that holds the value of an argument
+_FIELDS = {"ema_beta": "ema_decay", "value_clip": "cliprange_value"}
+_FIELDS |= {name: name for name in ("kl_target", "kl_horizon", "dataloader_pin_memory")}
 for _name in ("init_kl_coef", "ptx_coef", "micro_train_batch_size", "eps_clip", "gradient_checkpointing"):
-    _FIELDS[_name] = (OPTIONS[_name], _itself)
+    _FIELDS[_name] = OPTIONS[_name]
 for _name in ("max_epochs", "max_norm", "disable_ds_ckpt"):
-    _FIELDS[_name] = (OPTIONS[_name], _itself)
+    _FIELDS[_name] = OPTIONS[_name]
 
 # Arguments that only the command line of a strategy has
 _OF_COMMAND_LINE = "prompt_max_len micro_rollout_batch_size buffer_limit buffer_cpu_offload remote_rm_url save_hf_ckpt"
@@ -143,10 +115,12 @@ def resolve_arguments(
         is_set = option is not None
         field = name
         if name in _FIELDS:
-            field, read = _FIELDS[name]
-            in_field = read(getattr(strategy, field))
-            is_set = is_set or in_field != read(unasked[field])
-            of_strategy = option if in_field is None and is_set else in_field
+            field = _FIELDS[name]
+            of_strategy = getattr(strategy, field)
+            is_set = is_set or of_strategy != unasked[field]
+            # Without its switch, an option of the command line has set no field
+            is_idle = of_strategy is None or name == "kl_horizon" and strategy.kl_target is None
+            of_strategy = option if is_idle and is_set else of_strategy
         if name in passed and not (option is not None and option == value):
             if is_set and _plain(of_strategy) != _plain(value):
                 raise _contradiction(strategy, name, value, name, field)

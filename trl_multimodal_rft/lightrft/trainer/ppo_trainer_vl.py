@@ -22,7 +22,6 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...models.modes import kept_random_state
 from ...models.parts import check_base_is_kept
-from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import ActorVL
 from ..models.critic import Critic
@@ -328,7 +327,7 @@ class PPOTrainerVL:
         Trains on the buffer for `max_epochs` epochs, each in a new random order.
 
         The completions of a prompt stay together, so that they share the prompt in a forward. With
-        `packing="prefix(shuffle=True)"`, single completions are shuffled.
+        `packing_shuffle=True`, single completions are shuffled.
 
         Args:
             global_steps (`int`, *optional*, defaults to `0`):
@@ -523,14 +522,15 @@ def _options_of_config(
     """Returns fields of the config by the arguments of the trainer, see [`resolve_arguments`]."""
     keeps_average = ema_model is not None or strategy.ema_decay is not None
     # An optimizer of its own makes the weight of the value loss 1
-    value_weight = strategy.value_loss.coef if critic_optim is None else 1.0
-    kl_target = None
-    if values.kl_target:
-        kl_target = join_settings(str(values.kl_target), {"horizon": values.kl_horizon})
+    own_value_weight = {} if critic_optim is None else {"vf_coef": 1.0}
+    value_clip = {"cliprange_value": values.value_clip} if strategy.estimator.needs == "critic" else {}
+    horizon = {"kl_horizon": values.kl_horizon} if values.kl_target else {}
     return {
         **{field: getattr(values, name) for name, field in OPTIONS.items() if hasattr(values, name)},
-        "kl_target": kl_target,
-        "vf_coef": join_settings(str(value_weight), {"cliprange": values.value_clip}),
+        "kl_target": values.kl_target or None,
+        **horizon,
+        **own_value_weight,
+        **value_clip,
         "dataloader_pin_memory": values.dataloader_pin_memory,
         "ema_decay": values.ema_beta if keeps_average else None,
         "save_only_model": values.disable_ds_ckpt,

@@ -221,15 +221,18 @@ def check_padding(multiple: int | str | None) -> None:
 
 
 class Needs:
-    """Annotation of a config's field that has no effect unless one of the named options is set."""
+    """Annotation of a config's field that has no effect unless one of the named options is set, or has its value."""
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: str, **values: str):
         self.names = names
+        self.values = values
 
     def check(self, option: str, config: object) -> None:
         """Raises a `ValueError` if a config sets none of the named options."""
-        if not any(getattr(config, name) for name in self.names):
-            names = " or ".join(f"`{name}`" for name in self.names)
+        has_value = any(getattr(config, name) == value for name, value in self.values.items())
+        if not has_value and not any(getattr(config, name) for name in self.names):
+            spellings = [*self.names, *(f"{name}={value!r}" for name, value in self.values.items())]
+            names = " or ".join(f"`{spelling}`" for spelling in spellings)
             raise ValueError(f"`{option}` has no effect without {names}; set {names} or remove it.")
 
 

@@ -14,8 +14,6 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from ...data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ...data.rows.unread import check_ignored
 from ...reporting.trackers import check_trackers, tracker_names
-from ...rollout.stream import UnreadableRows, unreadable_rows
-from ...spelling import read_settings
 from ...views.options import ContrastView, RolloutView, as_schedule, view_option
 from .arguments import (
     UNUSED_IN_SAMPLING,
@@ -101,9 +99,9 @@ class MediaArguments(CheckedKeywords, _Config):
             What happens to a row that can't be read: `"raise"` ends the run with an error that names the row. `"skip"`
             puts another row in its place, lists it in `skipped_rows.jsonl` in the output folder, and leaves it out
             from then on. Evaluation leaves such rows out, without replacement. The metric `media/skipped` counts them.
-            The setting `max_rows` (0.1), as in `"skip(max_rows=50)"`, is the largest number of skipped rows. If more
-            rows are skipped, the run ends with an error. A value below 1 is a share of the dataset's rows, or for a
-            stream of 1,000 rows.
+        max_skipped_rows (`float`, *optional*, defaults to `0.1`):
+            Largest number of rows that `on_media_error="skip"` skips. If more rows can't be read, the run ends with an
+            error. A value below 1 is a share of the dataset's rows, or for a stream of 1,000 rows.
         media_rules (`dict[str, Any]` or `str`, *optional*):
             Allowed sources and sizes of media, by fields of [`~data.reading.rules.MediaRules`]; JSON on a command
             line, such as `{"allowed_media_folders": ["/data"], "max_audio_seconds": 60}`. Other fields keep their
@@ -136,7 +134,8 @@ class MediaArguments(CheckedKeywords, _Config):
     ignored_media_columns: list[str] | None = None
     special_tokens_in_text: Literal["allow", "raise", "strip"] | None = None
     media_prefetch: Annotated[int, "[0, inf]"] = 1
-    on_media_error: str = "raise"
+    on_media_error: Literal["raise", "skip"] = "raise"
+    max_skipped_rows: Annotated[float, "[0, inf)", Needs(on_media_error="skip")] = 0.1
     media_rules: dict | str | None = None
     media_dir: str | None = None
     min_pixels: int | None = None
@@ -188,7 +187,7 @@ class MediaArguments(CheckedKeywords, _Config):
         self.freeze = as_names(self.freeze)
         self.learning_rates = as_rates(self.learning_rates)
         check_ignored(self.ignored_media_columns)
-        _ = self.rules, self.unreadable_rows  # the properties raise an error for invalid settings
+        _ = self.rules  # the property raises an error for invalid settings
 
     @property
     def order_seed(self) -> int:
@@ -199,11 +198,6 @@ class MediaArguments(CheckedKeywords, _Config):
     def rules(self) -> MediaRules:
         """Allowed sources and sizes of media, and their budgets."""
         return rules_of(self.media_rules, **{name: getattr(self, name) for name in OPTION_NAMES})
-
-    @property
-    def unreadable_rows(self) -> UnreadableRows:
-        """The treatment of rows that can't be read."""
-        return unreadable_rows(self.on_media_error)
 
     def __getstate__(self):
         # The config is saved and published with the model, so it must not hold a token
@@ -221,14 +215,6 @@ class MediaArguments(CheckedKeywords, _Config):
         return copied
 
 
-@dataclass(frozen=True)
-class Packing:
-    """The option `packing` of trainers that sample."""
-
-    rows: Literal["prefix", "padded"]
-    shuffle: bool = False
-
-
 @help_from_docstring
 @dataclass(init=False, repr=False, eq=False)
 class SamplingArguments(MediaArguments):
@@ -242,9 +228,10 @@ class SamplingArguments(MediaArguments):
             How completions are scored and trained on. `"prefix"` forwards each prompt and its media once for all its
             completions, with the same result. It falls back to padded rows, with a message for a model whose
             completions can't share a prompt, and silently for a generation batch that gains nothing. `"padded"` uses
-            one padded row per completion, as TRL does. Micro-batches hold whole groups, with about equal packed
-            lengths. The setting `shuffle`, as in `"prefix(shuffle=True)"`, shuffles completions as TRL does, with
-            TRL's random numbers, so that fewer completions of a micro-batch share a prompt.
+            one padded row per completion, as TRL does.
+        packing_shuffle (`bool`, *optional*, defaults to `False`):
+            Whether to shuffle completions as TRL does, with TRL's random numbers, so that fewer completions of a
+            micro-batch share a prompt. Otherwise, micro-batches hold whole groups, with about equal packed lengths.
 
         > Parameters that control the media
 
@@ -311,7 +298,8 @@ class SamplingArguments(MediaArguments):
             the remedy.
     """
 
-    packing: str = "prefix"
+    packing: Literal["prefix", "padded"] = "prefix"
+    packing_shuffle: bool = False
     max_tool_media: Annotated[int | None, "[0, inf]"] = None
     max_context_media: Annotated[int | None, "[1, inf]"] = None
     disable_dropout: bool | None = None
@@ -356,7 +344,6 @@ class SamplingArguments(MediaArguments):
         for name in getattr(self, "chat_template_kwargs", None) or ():
             if name in _TEMPLATE_ARGUMENTS:
                 raise ValueError(f"`chat_template_kwargs` has {name!r}, which the trainer sets itself; remove it.")
-        _ = self.packing_settings  # the property raises an error for invalid settings
         engine_kwargs = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
         if not self.use_vllm:
             return
@@ -383,11 +370,6 @@ class SamplingArguments(MediaArguments):
                 f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
                 f"({engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
             )
-
-    @property
-    def packing_settings(self) -> Packing:
-        """The kind of rows in an update (packed or padded), and whether completions are shuffled."""
-        return read_settings(Packing, "packing", self.packing)
 
 
 @help_from_docstring
@@ -562,10 +544,10 @@ def check_sampling(config) -> None:
                 f"`steps_per_generation` ({n_completions}) must be a multiple of `num_generations` "
                 f"({config.num_generations})."
             )
-    if config.balance_ranks and config.packing_settings.shuffle:
+    if config.balance_ranks and config.packing_shuffle:
         raise ValueError(
-            f"`balance_ranks` moves whole groups between ranks, but `packing={config.packing!r}` shuffles completions "
-            "across groups; remove one of them."
+            "`balance_ranks` moves whole groups between ranks, but `packing_shuffle=True` shuffles completions across "
+            "groups; remove one of them."
         )
     if config.difficulty_sampling and not config.shuffle_dataset:
         raise ValueError(

@@ -85,7 +85,7 @@ def enable_packing(
     for model in models:
         install_encoder_attention(model)
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
-    packs = args.packing_settings.rows == "prefix"
+    packs = args.packing == "prefix"
     if packs and obstacle:
         logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if not packs or obstacle:

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, check_estimator, describe_estimators
 from ...algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describe_losses
 from ...rollout.token_filter import EntropySource
-from ...spelling import as_number, check_choice, read_settings, split_settings
+from ...spelling import check_choice, read_settings, split_settings
 from ...views.options import LossView, view_option
 from ..base.arguments import Needs, check_values, help_from_docstring, raise_first
 from ..base.batch_sizes import batch_options
@@ -27,14 +27,6 @@ _OTHER_OPTIONS = {
     "ppo": "set `loss_type='grpo'`, whose ratios are clipped as PPO's, and `num_iterations` above 1",
     **{name: f"set `advantage_estimator={name!r}`" for name in (*ESTIMATORS, *ALIASES) if name not in LOSSES},
 }
-
-
-@dataclass(frozen=True)
-class KLTarget:
-    """Value of the option `kl_target`, with its settings."""
-
-    value: Annotated[float, "(0, inf]"]  # nats per token
-    horizon: Annotated[int, "(0, inf]"] = 10000  # completions
 
 
 @help_from_docstring
@@ -74,11 +66,12 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
             the gradient of the divergence. The default depends on `advantage_estimator`: `"k1"` for `"reinforce"`,
             `"rloo"`, `"online_dpo"` and PPO's `"gae"`, `"k2"` for `"reinforce_baseline"`, and `"k3"` for the others,
             in TRL's form (see `use_bias_correction_kl`).
-        kl_target (`float` or `str`, *optional*):
+        kl_target (`float`, *optional*):
             Divergence per token, in nats, that an adaptive controller holds by changing the coefficient, which starts
-            at `beta`. `None` keeps the coefficient at `beta`. The setting `horizon` (10000), as in
-            `"0.05(horizon=1000)"`, is the number of completions over which the controller adapts. Further epochs on
-            the same completions don't count.
+            at `beta`. `None` keeps the coefficient at `beta`.
+        kl_horizon (`int`, *optional*, defaults to `10000`):
+            Number of completions over which the controller of `kl_target` adapts. Further epochs on the same
+            completions don't count.
 
         > Parameters that control the loss
 
@@ -137,7 +130,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     reward_running_scale: bool = False
     reward_clip_range: list[float] | None = None
     kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = None
-    kl_target: Annotated[float | str | None, Needs("beta")] = None
+    kl_target: Annotated[float | None, "(0, inf]", Needs("beta")] = None
+    kl_horizon: Annotated[int, "(0, inf]", Needs("kl_target")] = 10000
     entropy_source: str = "rollout"
     loss_view: str | None = None
 
@@ -151,7 +145,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
 
     def __post_init__(self):
         check_values(self)
-        self.kl_target = as_number(self.kl_target)
         if callable(self.advantage_estimator):
             check_estimator(self.advantage_estimator)
         else:
@@ -221,7 +214,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         self.num_generations = 1
 
     def _check_kl(self) -> None:
-        _ = self.kl_control  # raises if it is invalid
         if self.beta == 0:
             return
         if self.kl_in_reward and callable(self.advantage_estimator):
@@ -244,11 +236,6 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         if self.loss.name == "dual_clip" and self.delta is None:
             self.delta = _DUAL_CLIP_DELTA
         raise_first(conflicts_of_loss(self))
-
-    @property
-    def kl_control(self) -> KLTarget | None:
-        """The target of an adaptive KL controller, and the horizon over which it adapts; `None` without one."""
-        return None if self.kl_target is None else read_settings(KLTarget, "kl_target", self.kl_target)
 
     @property
     def loss_view_settings(self) -> LossView:

@@ -150,10 +150,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         self._policy_loss = args.loss
         self._kl_in_reward = args.kl_in_reward
         self._reward_scale = RunningScale()
-        if args.kl_control is None:
+        if args.kl_target is None:
             self._kl_controller = FixedKLController(args.beta)
         else:
-            self._kl_controller = AdaptiveKLController(args.beta, args.kl_control.value, args.kl_control.horizon)
+            self._kl_controller = AdaptiveKLController(args.beta, args.kl_target, args.kl_horizon)
         # Sums over the micro-batches of an optimizer step, by which the coefficients of the KL divergence and of the
         # entropy bonus adapt after the step
         self._kl_sums = MicroBatchSums()

@@ -182,7 +182,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if value_model is not None and (args.estimator.name != "gae" or args.shared_trunk):
             option = "shared_trunk=True" if args.shared_trunk else f"advantage_estimator={args.advantage_estimator!r}"
             raise ValueError(f"`value_model` was passed, which `{option}` doesn't use; change one of them.")
-        if (ptx_dataset is not None) != (args.ptx.coef > 0):
+        if (ptx_dataset is not None) != (args.ptx_coef > 0):
             remedy = "pass `ptx_dataset`" if ptx_dataset is None else "set `ptx_coef` above 0"
             raise ValueError(f"`ptx_dataset` and `ptx_coef` ({args.ptx_coef}) go together; {remedy}.")
         if self._knows_rows:
@@ -192,7 +192,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         is_reentrant = checkpointing_kwargs.get("use_reentrant") and args.gradient_checkpointing
         # DDP and DeepSpeed reduce the gradient of a weight once per backward
         reduces_once = self.is_deepspeed_enabled or (self.accelerator.num_processes > 1 and not self.is_fsdp_enabled)
-        if args.ptx.coef > 0 and is_reentrant and reduces_once:
+        if args.ptx_coef > 0 and is_reentrant and reduces_once:
             raise ValueError(
                 "`ptx_coef` adds a second forward to each backward. Reentrant checkpointing computes the gradients of "
                 "both forwards separately, but DDP and DeepSpeed take a weight's gradient only once per backward. Set "
@@ -337,14 +337,14 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         if self.critic is not None:
             mask = mask * inputs.rewards.scorable[:, None]
             targets = inputs.values.old, inputs.values.returns
-            value_output = value_loss(scores.values, *targets, mask, args.value_loss.cliprange)
+            value_output = value_loss(scores.values, *targets, mask, args.cliprange_value)
             mean = loss_type.average(value_output.loss, mask, self._normalizer(inputs))
-            loss = loss + args.value_loss.coef * self._loss_if_updated("critic", mean, scores.values)
+            loss = loss + args.vf_coef * self._loss_if_updated("critic", mean, scores.values)
             metrics |= value_output.metrics
         if scores.supervised is not None and self._ptx_batch is not None:
             ptx_output = ptx_loss(scores.supervised, self._ptx_batch.mask)
             mean = ptx_output.loss / self._n_accumulation_steps()
-            loss = loss + args.ptx.coef * self._loss_if_updated("policy", mean, scores.supervised)
+            loss = loss + args.ptx_coef * self._loss_if_updated("policy", mean, scores.supervised)
             metrics |= ptx_output.metrics
         if self.accelerator.sync_gradients:
             if self.kl_coef != 0 and args.kl_target is None:
@@ -379,7 +379,7 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         """
         if self._supervised_rows is None:
             return None
-        n = self.args.ptx.batch_size
+        n = self.args.ptx_batch_size
         start = (self._step * self.accelerator.num_processes + self.accelerator.process_index) * n
         encoder = self._supervised_encoder()
         prompts, ids, mask = encoder.encode_pairs(self._supervised_rows.at(start, n), self.eos_token_ids)

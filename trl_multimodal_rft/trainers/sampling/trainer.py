@@ -261,7 +261,7 @@ class MultimodalTrainer(BaseTrainer):
             groups=groups,
             loss_reads_reference=self._loss_needs_reference,
             n_iterations=self.num_iterations,
-            shuffles=inputs.rollout_func is not None or args.packing_settings.shuffle,
+            shuffles=inputs.rollout_func is not None or args.packing_shuffle,
             reorders=self._reorders_iterations,
         )
 
