@@ -66,7 +66,8 @@ _SAME_UPDATE = """
     freeze learning_rates audio_overlong ignored_media_columns special_tokens_in_text media_prefetch on_media_error
     media_rules media_dir min_pixels max_pixels video_fps max_frames use_audio_in_video offload_during_generation
     media_contribution_steps self_check difficulty_sampling balance_ranks soft_overlong_cache disable_dropout
-    max_skipped_rows packing_shuffle max_length truncation_mode dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token
+    max_skipped_rows packing_shuffle
+    max_length truncation_mode dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token
     chat_template_path activation_offloading completion_only_loss eval_packing packing_strategy router_aux_loss_coef
 """
 # Options that the plain step of a method takes, or that the registered loss and estimator take in its place
