@@ -226,7 +226,7 @@ def names_outside_the_glossary(modules: dict[str, ast.Module]) -> list[str]:
     return found
 
 
-_OF_USERS = ("evaluation.evaluator.evaluate_trainer", "evaluation.callbacks.__init__")
+_OF_USERS = ("evaluation.evaluator.evaluate_trainer", "evaluation.callbacks.__init__", "extras.compare_plain.__init__")
 
 
 def takes_a_trainer() -> list[str]:

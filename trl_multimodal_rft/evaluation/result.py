@@ -24,7 +24,6 @@ from .metrics import majority_at_k, mean_interval, paired_interval, pass_at_k, w
 # Key of the `group_by` value in a record, until the metrics are computed
 GROUP = "\0group"
 
-SCORE = "score/"  # prefix of columns of `rows`: the scores that an external harness gives each row
 _VERSIONS = ("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate", "datasets")
 _N_METRICS = 8  # maximum number of lines of metrics in a `repr`
 _N_ANSWERS = 3  # maximum number of answers in a summary
@@ -199,16 +198,13 @@ def gains(result: EvaluationResult, folder: str | Path) -> dict[str, float | Non
                 "`output_dir` of an evaluation of these rows."
             )
     metrics: dict[str, float | None] = {}
-    # Only `accuracy` and the scores of a harness have saved values per row. Other metrics have no such column, so all
-    # their differences are NaN, and they are left out.
-    for name in [name.removesuffix("_low") for name in result.metrics if name.endswith("_low")]:
-        column = "correct" if name == "accuracy" and SCORE + name not in base_rows[0] else SCORE + name
-        scores = [[np.mean(np.array(row.get(column), float)) for row in rows] for rows in (result.rows, base_rows)]
+    if "accuracy_low" in result.metrics:  # the only metric with an interval whose values per row are saved
+        scores = [[np.mean(np.array(row.get("correct"), float)) for row in rows] for rows in (result.rows, base_rows)]
         differences = np.array(scores[0]) - np.array(scores[1])
         differences = differences[~np.isnan(differences)]
         if len(differences):
             low, high = paired_interval(differences, result.settings["confidence"])
-            metrics |= {f"{name}_gain": mean(differences), f"{name}_gain_low": low, f"{name}_gain_high": high}
+            metrics |= {"accuracy_gain": mean(differences), "accuracy_gain_low": low, "accuracy_gain_high": high}
     return metrics
 
 

@@ -494,6 +494,8 @@ def run(words: Sequence[str]) -> None:
         raise ValueError(f"`--steps` must be at least 1, got {chosen.steps}.")
     script = script_of(chosen.plain)
     script_args, training_args, model_args = parse(script.ARGUMENTS, others)
+    if training_args.resume_from_checkpoint:
+        raise _refused("`resume_from_checkpoint`")
     script_args.dry_run = True
     training_args.eval_strategy = IntervalStrategy.NO
     training_args.disable_tqdm = True

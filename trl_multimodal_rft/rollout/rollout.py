@@ -273,6 +273,12 @@ class Rollout(Prompted):
         return left_pad(self.prompts, self.pad_token_id)["attention_mask"].to(self.completion_ids.device)
 
     @property
+    def weighted_advantages(self) -> MethodTensor:
+        """Advantages times the ratio of the policy to the engine of each completion, `(N,)`, as RLOO reads them."""
+        ratios = self.importance_sampling_ratio
+        return self.advantages if ratios is None else self.advantages * ratios[:, 0]
+
+    @property
     def old_logps(self) -> MethodTensor:
         """Log-probabilities of whole completions, `(N,)`, as TRL's RLOO reads them."""
         return None if self.old_per_token_logps is None else (self.old_per_token_logps * self.loss_mask).sum(1)
@@ -402,13 +408,19 @@ _TRL_NAMES += ("num_items_in_batch",)
 
 
 class TRLInputs(MutableMapping[str, torch.Tensor]):
-    """Micro-batch in the form of the dictionary that TRL's `_compute_loss` reads and writes."""
+    """
+    Micro-batch in the form of the dictionary that TRL's `_compute_loss` reads and writes. If the method
+    `weighs_advantages`, ratios to the engine are in the advantages.
+    """
 
-    def __init__(self, rollout: Rollout):
+    def __init__(self, rollout: Rollout, weighs_advantages: bool = False):
         self.rollout = rollout
+        self._weighs_advantages = weighs_advantages
 
     def __getitem__(self, name: str) -> torch.Tensor:
         value = getattr(self.rollout, name) if name in _TRL_NAMES else None
+        if name == "advantages" and self._weighs_advantages:
+            value = self.rollout.weighted_advantages
         if value is None:
             raise KeyError(name)
         return value

@@ -483,9 +483,8 @@ class RowStream:
         skipped.update(all_errors)
         file = self.write_errors(new_errors, split)
         max_skipped_rows = self._args.max_skipped_rows
-        if (
-            self._args.on_media_error == "raise"
-        ):  # only overlong rows are skipped then (`may_drop`); their number has no limit
+        # Then only overlong rows are skipped (`may_drop`), and their number has no limit
+        if self._args.on_media_error == "raise":
             if all_errors:
                 logger.warning_once(_DROPPED)
         elif len(skipped) > skip_limit(max_skipped_rows, n_rows):

@@ -400,6 +400,11 @@ REFUSED = {
     "temperature of a server": ({}, {**SERVER, "temperature": 0.5}, "so set it to 1"),
     "server and name": ({}, {**SERVER, "teacher_model_name_or_path": "a/b"}, "name two teachers"),
     "server and model": ({}, SERVER, "are two teachers"),
+    "address as a model": (
+        {"teacher_model": "http://localhost:1"},
+        {},
+        "give addresses in `teacher_model_server_url`",
+    ),
     "server and tools": ({"teacher_model": None, "tools": [look_up]}, SERVER, "remove `tools`"),
     "itself": ({"teacher_model": None}, {}, "would learn nothing"),
     "no adapter": ({"teacher_model": None}, {"self_teacher": "base", "teacher_view": "blank"}, "has no adapter"),

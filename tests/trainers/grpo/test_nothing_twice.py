@@ -27,6 +27,7 @@ from helpers.trainer_utils import (
 
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, log_ratios
 from trl_multimodal_rft.algorithms.losses import policy_loss as listed
+from trl_multimodal_rft.trainers.sampling.batches import Batches
 
 
 @functools.cache
@@ -59,12 +60,15 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
             self.n_scored += model is self.model and request.logps and not torch.is_grad_enabled()
             return self.score(model, request)
 
+    class AllEarly(Batches):
+        n_on_policy = 0  # all old scores come from a separate pass
+
     class Plain(Counting):
         _uses_every_score = True
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self._batches.n_on_policy = 0  # all old scores come from a separate pass
+            self._batches.__class__ = AllEarly
 
     return Plain if plain else Counting
 

@@ -46,6 +46,29 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
     assert inside.any() and not inside.all()
 
 
+class LossOfTRL(MultimodalRLOOTrainer):
+    """Computes the loss as TRL's RLOO does, from the micro-batch as a dictionary."""
+
+    def _compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"]
+        logps, *_ = self._get_per_token_logps_and_entropies(model, None, None, mask.size(1))
+        ratio = torch.exp((logps * mask).sum(1) - inputs["old_logps"])
+        advantages = inputs["advantages"]
+        return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def test_a_loss_of_trl_is_corrected_for_vllm_too(tmp_path):
+    options = {"self_check": False, "max_steps": 1, "beta": 0.0, "learning_rate": 0.0, "sampler": FromEngine}
+    bounds = {"mode": "sequence_truncate", "clip_max": 1.0, "clip_min": 0.001}
+    options |= {f"vllm_importance_sampling_{name}": value for name, value in bounds.items()}
+    losses = []
+    for trainer_class in (MultimodalRLOOTrainer, LossOfTRL):
+        trainer = make_trainer(trainer_class, FAMILY, image_rows(), tmp_path, **options)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert abs(losses[0]) > 0.01 and losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
 def test_model_card_names_the_method(tmp_path):
     options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "self_check": True}
     trainer = make_trainer(MultimodalRLOOTrainer, FAMILY, image_rows(), tmp_path, **options)

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Loading of models, processors, reward functions and references in a constructor, before TRL's runs."""
+"""Loading of models, processors and references in a constructor, before TRL's runs."""
 
 import logging
 from collections.abc import Callable

@@ -4,15 +4,11 @@
 import math
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...algorithms.metrics import MetricLog
 from ...reporting.events import EventPart
 from ...rollout.ranks import sum_over_ranks
-
-
-logger = get_logger(__name__)
 
 
 class EvaluationMeans(TrainerCallback):

@@ -87,7 +87,7 @@ def enable_packing(
     obstacle = next(filter(None, map(sharing_obstacle, models)), None)
     packs = args.packing == "prefix"
     if packs and obstacle:
-        logger.warning(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
+        logger.warning_once(f"Completions are scored in padded rows (`packing='padded'`): {obstacle}.")
     if not packs or obstacle:
         return False
     for model in models:
@@ -95,7 +95,7 @@ def enable_packing(
     batch_size = args.per_device_train_batch_size
     group_size = args.num_generations or 1
     if batch_size % group_size != 0:
-        logger.warning(
+        logger.warning_once(
             f"`per_device_train_batch_size` ({batch_size}) holds no whole groups of `num_generations` ({group_size}), "
             "so part of each prompt is forwarded more than once (see the metric `packing/shared_frac`). Make it a "
             f"multiple of {group_size}."

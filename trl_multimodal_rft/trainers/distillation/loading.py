@@ -51,12 +51,17 @@ def check_sources(
     others |= {"teacher_model": teacher, "self_teacher": changes_itself or None}
     other = next((name for name, value in others.items() if value is not None), None)
     passed = teachers or {}
+    single = args.teacher_model_name_or_path if teacher is None else teacher
     named = {**mapping(args.teacher_models), **passed}
     server = next(filter(lambda name: is_address(passed[name]), passed), None)
     raise_first(
         (
             (has_names and other is not None, f"`teacher_models` and `{other}` name teachers; leave out one of them."),
             (has_names and not named, "`teacher_models` is empty; name at least one teacher, or leave it out."),
+            (
+                is_address(single),
+                f"`teacher_model` is the address {single!r}; give addresses in `teacher_model_server_url`.",
+            ),
             (
                 server is not None,
                 f"`teacher_models` of the trainer has an address for {server!r}; give addresses in `teacher_models` "

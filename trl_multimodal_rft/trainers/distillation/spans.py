@@ -31,24 +31,22 @@ class _Alignment(NamedTuple):
 
 
 def span_scores(
-    prompting: Prompting,
-    end_ids: Sequence[int],
-    rollout: Rollout,
-    chosen: Sequence[int],
+    context: Context,
+    alignments: Sequence[_Alignment],
+    width: int,
     prompts: Sequence[EncodedPrompt],
-    teacher: tuple[Any, PolicyForward, PromptEncoder],
+    model: Any,
+    policy: PolicyForward,
+    encoder: PromptEncoder,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the spans of the chosen completions, and the teacher's log-probabilities of these, both on each token of
-    the student, `(len(chosen), C)`. `end_ids` end a completion of the student. All ranks must call this, also without
-    completions.
+    Returns the spans of aligned completions, and the teacher's log-probabilities of these, both on each token of the
+    student, `(len(alignments), width)`. All ranks must call this, also without completions.
     """
-    align = _aligner(prompting, end_ids, teacher[2])
-    alignments = [align(rollout, i) for i in chosen]
-    width = rollout.completion_ids.size(1)
-    spans = torch.full((len(chosen), width), -1)
-    logps = torch.zeros(len(chosen), width, dtype=torch.float32)
-    of_tokens = _logps(prompting.context, prompts, [alignment.teacher_ids for alignment in alignments], *teacher)
+    spans = torch.full((len(alignments), width), -1)
+    logps = torch.zeros(len(alignments), width, dtype=torch.float32)
+    ids = [alignment.teacher_ids for alignment in alignments]
+    of_tokens = _logps(context, prompts, ids, model, policy, encoder)
     for row, alignment in enumerate(alignments):
         spans[row, : len(alignment.spans)] = torch.tensor(alignment.spans, dtype=torch.long)
         teacher_spans = torch.tensor(alignment.teacher_spans, dtype=torch.long)
@@ -59,7 +57,7 @@ def span_scores(
     return spans, logps
 
 
-def _aligner(
+def aligner(
     prompting: Prompting, end_ids: Sequence[int], encoder: PromptEncoder
 ) -> Callable[[Rollout, int], _Alignment]:
     """

@@ -43,7 +43,7 @@ from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
 from ..base.arguments import raise_first
 from ..base.ema import MovingAverage
-from ..base.preparation import compile_models, disable_dropout, enable_packing, prepare_reference
+from ..base.preparation import compile_models, enable_packing, prepare_reference
 from ..sampling.context import Context
 from ..sampling.offload import HostMemory, storages, weights
 from ..sampling.prompting import Prompting
@@ -56,7 +56,7 @@ from .loading import (
     same_tokens,
     server_teacher,
 )
-from .spans import aligned_metrics, has_aligned, span_scores, taught_mask
+from .spans import aligned_metrics, aligner, has_aligned, span_scores, taught_mask
 
 
 logger = get_logger(__name__)
@@ -74,8 +74,9 @@ class Teacher:
     server: ServerTeacher | None = None
     average: MovingAverage | None = None  # of the student's weights, which then teach
     memory: HostMemory | None = None  # for the model's weights but while it scores
-    encoder: PromptEncoder | None = None  # by a processor of its own, if it doesn't read the student's prompts
+    encoder: Any = None  # a [`PromptEncoder`] by a processor of its own, if it doesn't read the student's prompts
     shares_tokens: bool = True  # whether it scores the student's tokens, else the text of completions
+    align: Any = None  # aligns such texts, see [`~spans.aligner`]
     _away: ExitStack = field(default_factory=ExitStack)  # closing it brings the weights back
 
     def __post_init__(self):
@@ -197,7 +198,6 @@ class Teachers:
 
     prompting: Prompting
     named: list[Teacher]
-    end_ids: Sequence[int]  # tokens that end a completion of the student
 
     @classmethod
     def of(
@@ -209,14 +209,23 @@ class Teachers:
         average: MovingAverage | None,
         end_ids: Sequence[int],
     ) -> "Teachers":
-        """Prepares teachers. Raises a `ValueError` if one can't score completions of the student as configured."""
+        """
+        Prepares teachers. `end_ids` end a completion of the student. Raises a `ValueError` if a teacher can't score
+        completions of the student as configured.
+        """
         named = []
+        rule = divergence_head_rule(student, "student")
         for name, source in loaded.items():
             try:
-                named.append(_prepared(prompting, scoring, student, name, source, average))
+                teacher = _prepared(prompting, scoring, student, rule, name, source, average)
             except ValueError as error:
-                raise error if name is None else ValueError(f"`teacher_models`, {name!r}: {error}") from error
-        return cls(prompting, named, end_ids)
+                if name is None:
+                    raise
+                raise ValueError(f"`teacher_models`, {name!r}: {error}") from error
+            if not teacher.shares_tokens:
+                teacher.align = aligner(prompting, end_ids, teacher.encoder)
+            named.append(teacher)
+        return cls(prompting, named)
 
     @property
     def context(self) -> Context:
@@ -253,22 +262,17 @@ class Teachers:
         return lesson
 
     def _choose(self, rows: Sequence[EncodedRow]) -> torch.Tensor | None:
+        if self.single is not None:
+            return None
         indices = []
         for row in rows:
             name = row.stored.get(TEACHER_ID)
-            if name is not None and self.single is not None:
-                raise ValueError(
-                    f"row {row.row_index} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
-                    "`teacher_models`, or remove the column."
-                )
             if name is not None and name not in self.names:
                 raise ValueError(
                     f"row {row.row_index}, column {TEACHER_ID!r}: {name!r} is none of the teachers {self.names}; "
                     "write one of them, or leave the cell empty."
                 )
             indices.append(-1 if name is None else self.names.index(name))
-        if self.single is not None:
-            return None
         if not any_rank(self.context.accelerator, max(indices) >= 0):
             logger.warning_once(
                 f"No row of a batch names its teacher, one of {self.names}, in the column {TEACHER_ID!r}, so that the "
@@ -360,11 +364,9 @@ class Teachers:
             chosen = _chosen(lesson.index, n, index)
             part = [lesson.prompts[i] for i in chosen]
             with torch.no_grad(), teacher.scoring_model() as model:
-                encoder: Any = teacher.encoder  # teachers of another tokenizer have one
-                scores = span_scores(
-                    self.prompting, self.end_ids, rollout, chosen, part, (model, teacher.policy, encoder)
-                )
-                spans[chosen], logps[chosen] = scores
+                alignments = [teacher.align(rollout, i) for i in chosen]
+                parts = model, teacher.policy, teacher.encoder
+                spans[chosen], logps[chosen] = span_scores(self.context, alignments, width, part, *parts)
         return spans.to(rollout.completion_ids.device), logps.to(rollout.completion_ids.device)
 
     # Update
@@ -422,6 +424,7 @@ def _prepared(
     prompting: Prompting,
     scoring: Scoring,
     student: PreTrainedModel,
+    rule: HeadRule,
     name: str | None,
     source: PreTrainedModel | str | None,
     average: MovingAverage | None,
@@ -429,7 +432,6 @@ def _prepared(
     context = prompting.context
     args = context.args
     processor = prompting.encoder.processor
-    rule = divergence_head_rule(student, "student")
     if source is None:
         return Teacher(context, name, (rule, rule), scoring.policy, average=average)
     if isinstance(source, str):
@@ -437,6 +439,7 @@ def _prepared(
         return Teacher(context, name, (rule, rule), scoring.policy, server=server)
     model: Any = scoring.policy.unwrapped(source)
     rules = rule, divergence_head_rule(model, "teacher")
+    is_prepared = name is None and not args.separates_teachers
     obstacle = obstacle_to_student_prompts(student, model, processor, args)
     if obstacle is not None and not args.separates_teachers:
         raise ValueError(
@@ -446,8 +449,8 @@ def _prepared(
         )
     reading: dict[str, Any] = {} if obstacle is None else _separate_reading(prompting, student, model, name)
     # Prepared as a reference is. Offloading of a single teacher is that of the reference, too
-    prepared: Any = prepare_reference(source, args, context.accelerator)
-    disable_dropout(args, prepared)
+    # A single teacher that reads the student's prompts is on the device already
+    prepared: Any = source if is_prepared else prepare_reference(source, args, context.accelerator)
     packs = enable_packing(context.accelerator, prepared, None, args)
     compile_models(context.accelerator, args, prepared)
     memory = HostMemory(args.device) if args.offload_during_generation and name is not None else None

@@ -25,6 +25,7 @@ from ...rollout.rollout import Rewards, Rollout
 from ...rollout.stream import EncodedRow
 from ..base.arguments import mapping
 from ..base.ema import MovingAverage
+from ..base.preparation import prepare_reference
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from ..sampling.rollout_logs import log_media_contribution
@@ -135,7 +136,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         check_sources(model, teacher_model, teacher_models, tools, args)
         names = [*{**mapping(args.teacher_models), **(teacher_models or {})}]
         check_teacher_ids({"train_dataset": train_dataset, "eval_dataset": eval_dataset}, names)
-        loaded = load_teachers(teacher_model, teacher_models, args)
+        self._loaded_teachers = load_teachers(teacher_model, teacher_models, args)
         super().__init__(**arguments, reward_funcs=None, ref_model=None)
         rewards = self._reward_functions
         rewards.functions += functions
@@ -155,9 +156,16 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
             check_base_is_kept(self.model, None, "the teacher of `self_teacher='base'`", remedy)
         student = self._unwrapped(self.model)
         end_ids = self._sampling.ends.ids
+        loaded = vars(self).pop("_loaded_teachers")
         self._teachers = Teachers.of(self._prompting, self._scoring, student, loaded, self.ema, end_ids)
         # As `ref_model`, a single teacher can be offloaded during sampling
         self.teacher_model = self.ref_model = None if self._teachers.single is None else self._teachers.single.model
+
+    def _prepare_before_engine(self) -> None:
+        single = self._loaded_teachers.get(None)
+        if isinstance(single, nn.Module) and not self.args.separates_teachers:
+            prepared: Any = prepare_reference(single, self.args, self.accelerator)
+            self._loaded_teachers[None] = prepared
 
     # Rollout
 
@@ -165,13 +173,19 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._scoring.check_weights()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)
+        shows_best = self.args.self_teacher_settings.shows_best
+        if shows_best and not self.model.training:
+            raise ValueError(
+                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
+                "prompt; evaluate with `GenerationEvalCallback`."
+            )
         prompted = self._prompt(rows)
         lesson = self._teachers.prepare(prompted, rows)
         student_prompts = prompts_under_view(self._prompting, prompted, self.args.student_view)
         with self.offloading():
             rollout = self._sampling(replace(prompted, prompts=student_prompts))
         rewards = None
-        if self.args.self_teacher_settings.shows_best:
+        if shows_best:
             rewards = self._rewarding(rollout)
             lesson = self._with_best(rollout, rewards, lesson)
         self._sampling.check_engine(rollout)
@@ -183,11 +197,6 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _with_best(self, rollout: Rollout, rewards: Rewards, lesson: Lesson) -> Lesson:
         """Returns a lesson in which the teacher sees the best other completion of each completion's group."""
-        if not self.model.training:
-            raise ValueError(
-                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
-                "prompt; evaluate with `GenerationEvalCallback`."
-            )
         best = choose_best(self._prompting, rollout, rewards, self.args.self_teacher_settings.min_reward)
         is_taught = torch.tensor([text is not None for text in best])
         prompts = prompts_with(self._prompting, rollout, best, lesson.prompts)
@@ -195,6 +204,12 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _check_teacher_sees_more(self, rows: Sequence[EncodedRow]) -> None:
         args = self.args
+        named_rows = [row.row_index for row in rows if row.stored.get(TEACHER_ID) is not None]
+        if named_rows and self._teachers.single is not None:
+            raise ValueError(
+                f"row {named_rows[0]} has a {TEACHER_ID!r}, but there are no teachers to choose from; pass "
+                "`teacher_models`, or remove the column."
+            )
         sees_more = args.teacher_view or args.student_view or args.self_teacher_settings.shows_best
         sees_more = sees_more or any(name in rows[0].stored for name in TEACHER_COLUMNS)
         if self._teachers.is_student and not sees_more:

@@ -77,6 +77,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     _tag_names = ["trl", "rloo", "trl-multimodal-rft"]
     _loss_needs_reference = False
+    _weighs_advantages = True
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
     def _batch_settings(self) -> dict[str, Any]:
         args = self.args
         settings = super()._batch_settings()
-        if args.use_vllm and args.vllm_importance_sampling_correction:
+        if args.vllm_importance_sampling_correction and not self.sampler.samples_policy:
             settings["engine_ratios"] = "in the loss"  # older checkpoints have them in the advantages
         return settings
 
@@ -149,19 +150,16 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
 
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         mask = inputs.loss_mask
-        advantages = inputs.advantages
         causes = inputs.rewards.causes
-        if inputs.importance_sampling_ratio is not None:
-            # The loss is proportional to the advantages, so weights of advantages are weights of the loss
-            ratios = inputs.importance_sampling_ratio[:, 0]
-            advantages = advantages * ratios
-            if causes is not None:  # a rollout of an older checkpoint has none
-                causes = torch.where((ratios == 0) & (causes < 0), CAUSES.index("engine_ratios"), causes)
+        ratios = inputs.importance_sampling_ratio
+        if ratios is not None and causes is not None:  # a rollout of an older checkpoint has no causes
+            causes = torch.where((ratios[:, 0] == 0) & (causes < 0), CAUSES.index("engine_ratios"), causes)
         loss, metrics = rloo_loss(
             LossInputs(
                 scores.logps,
                 inputs.old_logps,
-                advantages,
+                # The loss is proportional to the advantages, so weights of advantages are weights of the loss
+                inputs.weighted_advantages,
                 mask,
                 causes=causes,
                 n_sampled=inputs.n_sampled,

@@ -48,10 +48,6 @@ class Batches:
     n_trained: int = 0  # micro-batches of the run that were trained on; TRL counts them, as `_step`
     parts: list[Rollout] | None = None  # the micro-batches of the last rollout
 
-    def __post_init__(self):
-        # The number of micro-batches of a rollout before the first update on it
-        self.n_on_policy = n_on_policy(self.context.args, self.n_calls)
-
     @property
     def context(self) -> Context:
         return self.sampling.context
@@ -60,6 +56,11 @@ class Batches:
     def n_calls(self) -> int:
         """Number of micro-batches of a rollout, over all iterations."""
         return self.context.args.steps_per_generation * self.n_iterations
+
+    @property
+    def n_on_policy(self) -> int:
+        """Number of micro-batches of a rollout before the first update on it."""
+        return n_on_policy(self.context.args, self.n_calls)
 
     @property
     def index(self) -> int:

@@ -228,9 +228,8 @@ def vllm_sampler(
     """Returns the vLLM sampler. Its engine reserves memory for the largest number of media in a prompt."""
     n_tool_media = context.args.max_tool_media if prompting.toolbox.tools else 0
     limits = {}
-    if (
-        not prompting.toolbox.factories and n_tool_media is not None
-    ):  # environments and unlimited tools add any number of media
+    # Environments and unlimited tools add any number of media
+    if not prompting.toolbox.factories and n_tool_media is not None:
         limits = {modality: n + n_tool_media for modality, n in media_limits(context.args, *datasets).items()}
     engine = make_engine(context, prompting, ends, bias, revision, limits, host_memory)
 

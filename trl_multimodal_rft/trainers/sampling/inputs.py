@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Arguments of the trainers that sample, checked before anything is loaded."""
+"""Arguments of the trainers that sample: checks before anything is loaded, then the models and rewards they name."""
 
 import atexit
 from asyncio import AbstractEventLoop

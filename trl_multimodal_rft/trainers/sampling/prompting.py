@@ -18,6 +18,7 @@ from ...families import input_modalities
 from ...reporting.card_notes import CardNotes
 from ...rollout.collect import collect
 from ...rollout.environments import Environments
+from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Prompted
 from ...rollout.stream import EncodedRow, RowStream, warn_of_positions
 from ..base.dataset_checks import check_held_out, unchecked_datasets, warn_of_unread_media
@@ -36,7 +37,7 @@ class Prompting:
     toolbox: Environments
     stream: RowStream
     notes: CardNotes
-    reward_funcs: list[Any]  # the trainer's own list
+    reward_functions: RewardFunctions
     encodes_text: bool  # `False` if `rollout_func` tokenizes prompts without media
     unchecked_datasets: set[str]  # names of datasets whose first batch is still to be checked
     looked_for_media: bool = False  # whether the media of environments were looked for in a batch
@@ -75,7 +76,7 @@ class Prompting:
     @property
     def _reads_columns(self) -> bool:
         # Reward models get no columns, so no name of a column is wrong for them
-        return not all(isinstance(function, nn.Module) for function in self.reward_funcs)
+        return not all(isinstance(function, nn.Module) for function in self.reward_functions.functions)
 
     def _check_rows(self, rows: list[Row]) -> None:
         if self._reads_columns:

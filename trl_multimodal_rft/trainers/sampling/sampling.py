@@ -228,9 +228,8 @@ class Sampling:
         messages = prompted.source.messages
         if not (context.args.self_check and context.is_training and prompted.prompts):
             return
-        if (
-            context.args.special_tokens_in_text == "strip"
-        ):  # the check encodes the messages, and must get stripped ones
+        # The check encodes the messages, and must get stripped ones
+        if context.args.special_tokens_in_text == "strip":
             rows = zip(messages, prompted.source.row_indices, strict=True)
             messages = [self.prompting.encoder.checked_prompt(prompt, row) for prompt, row in rows]
         self.scoring.checks.on_prompts(context.model, messages, prompted.prompts, self.self_check_settings)

@@ -1,14 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""
-What scores completions, made in a constructor after TRL's: the forwards of policy and reference, with their heads,
-packed rows, compiled layers and checks.
-"""
+"""Stage of a rollout that scores completions under the policy and its reference."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -21,9 +17,6 @@ from ...rollout.rollout import Rollout
 from ...rollout.score import score_in_batches
 from ..base.finite import check_weights
 from .context import Context
-
-
-logger = get_logger(__name__)
 
 
 @dataclass

@@ -83,6 +83,7 @@ class MultimodalTrainer(BaseTrainer):
     _idle_critic: nn.Module | None = None  # the critic, if it can be offloaded during sampling
     _loss_needs_reference = True  # `False` for a trainer whose loss never reads the reference
     _reorders_iterations = False  # whether later iterations over a rollout have another order
+    _weighs_advantages = False  # whether ratios to the engine weigh advantages
     # Made when they are first read, also by a subclass whose constructor sets an attribute before it calls this one's
     _live = functools.cached_property(lambda self: Live(type(self).__name__))
     _reward_functions = functools.cached_property(lambda self: RewardFunctions())
@@ -96,16 +97,17 @@ class MultimodalTrainer(BaseTrainer):
     reward_func_names = attribute_of("_reward_functions", "names")
     reward_processing_classes = attribute_of("_reward_functions", "processors")
     # Attributes of stages that users and tests read and replace
-    sampler = attribute_of("_sampling", "sampler")
-    in_flight = attribute_of("_sampling", "in_flight")
-    vllm_generation = attribute_of("_sampling", "engine")
+    sampler = attribute_of("_sampling", "sampler", is_late=True)
+    in_flight = attribute_of("_sampling", "in_flight", is_late=True)
+    vllm_generation = attribute_of("_sampling", "engine", is_late=True)
+    mask_truncated_completions = attribute_of("_sampling", "mask_truncated", is_late=True)
+    num_iterations = attribute_of("_batches", "n_iterations", is_late=True)
     # TRL's names of what `_batches` keeps. TRL's `training_step` adds 1 to `_step`
     _step = attribute_of("_batches", "n_trained", is_late=True)
     _buffered_inputs = attribute_of("_batches", "parts", is_late=True)
     # Defaults and types of attributes that TRL sets
     num_generations_eval: Any = 1
-    num_iterations: Any = 1
-    aux_loss_enabled = mask_truncated_completions = False
+    aux_loss_enabled = False
     _knows_rows = True  # whether the datasets hold all prompts of the run
     lr_scheduler: Any
 
@@ -133,6 +135,7 @@ class MultimodalTrainer(BaseTrainer):
         self._set_tools(rewards.environment_funcs)
         self._set_prompts(inputs)
         wrap_reward_models(self._reward_functions, rewards, self.accelerator, self.args, self.chat_template_kwargs)
+        self._prepare_before_engine()
         self._make_stages(inputs, models)
         # After the samplers, which read the models: packing and compilation, which change them
         self._policy.fallbacks.packing = enable_packing(self.accelerator, self.model, self.ref_model, args)
@@ -141,6 +144,9 @@ class MultimodalTrainer(BaseTrainer):
         self._add_log_callbacks()
         self._stream.is_new(self.train_dataset)
         self._prompting.check_held_out({"eval_dataset": self.eval_dataset})
+
+    def _prepare_before_engine(self) -> None:
+        """Puts further models on the device, before an engine takes its share of the memory. By default, none."""
 
     def _set_scoring(self, models: Models) -> None:
         args = self.args
@@ -180,7 +186,7 @@ class MultimodalTrainer(BaseTrainer):
             self.toolbox,
             self._stream,
             self.card_notes,
-            self.reward_funcs,
+            self._reward_functions,
             encodes_text=self.rollout_func is None,
             unchecked_datasets=unchecked_datasets(inputs.datasets),
         )
@@ -251,7 +257,7 @@ class MultimodalTrainer(BaseTrainer):
             logit_bias=samplers.logit_bias,
             rollout_func=self.rollout_func and (lambda prompts: self.rollout_func(prompts, self)),
             pad_to_multiple_of=args.pad_to_multiple_of,
-            mask_truncated=self.mask_truncated_completions,
+            mask_truncated=getattr(args, "mask_truncated_completions", False),
         )
         self._rewarding = Rewarding(self._context, self._prompting, functions)
         self._batches = Batches(
@@ -260,7 +266,7 @@ class MultimodalTrainer(BaseTrainer):
             prepare=self._on_rollout,
             groups=groups,
             loss_reads_reference=self._loss_needs_reference,
-            n_iterations=self.num_iterations,
+            n_iterations=getattr(args, "num_iterations", 1),
             shuffles=inputs.rollout_func is not None or args.packing_shuffle,
             reorders=self._reorders_iterations,
         )
@@ -457,7 +463,7 @@ class MultimodalTrainer(BaseTrainer):
         self._micro_batch = inputs
         self._scores = None
         try:
-            loss = self._compute_loss(model, TRLInputs(inputs))
+            loss = self._compute_loss(model, TRLInputs(inputs, self._weighs_advantages))
             deferred = None if self._scores is None else self._scores.deferred
         finally:
             self._micro_batch = self._scores = None
