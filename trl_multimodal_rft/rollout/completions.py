@@ -76,7 +76,8 @@ def with_completions(
     tokens, both over all ranks.
     """
     device = accelerator.device
-    ids, tool_mask = drawn.ids, drawn.mask
+    ids = drawn.ids
+    tool_mask = drawn.mask
     mask = right_pad([[1] * len(row) for row in ids], 0, pad_to_multiple_of)
     has_ended = torch.tensor(ended)
     # Numbers of sampled tokens

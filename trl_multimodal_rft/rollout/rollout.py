@@ -285,7 +285,8 @@ class Rollout(Prompted):
 
     def masked(self, mask: torch.Tensor) -> "Rollout":
         """Returns a copy without the tokens where `mask`, `(N, 1)` or `(N, C)`, is 0."""
-        old, ref = self.old_per_token_logps, self.ref_per_token_logps
+        old = self.old_per_token_logps
+        ref = self.ref_per_token_logps
         return replace(
             self,
             completion_mask=self.completion_mask * mask,

@@ -229,7 +229,9 @@ def _processor_difference(student: Processor, teacher: Processor) -> str | None:
             return f"token {index} is {token!r} to the student, and {other!r} to the teacher"
     for name in ("image_processor", "video_processor", "feature_extractor"):
         components = [getattr(side, name, None) for side in (student, teacher)]
-        for setting in _FEATURE_SETTINGS if None not in components else ():
+        if None in components:
+            continue
+        for setting in _FEATURE_SETTINGS:
             values = [getattr(component, setting, None) for component in components]
             if values[0] != values[1]:
                 return f"`{setting}` of its {name} is {values[1]}, of the student's {values[0]}"

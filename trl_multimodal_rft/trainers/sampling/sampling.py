@@ -201,7 +201,8 @@ class Sampling:
 
     def _log_calls(self, trajectories: Sequence[Trajectory]) -> None:
         """Raises `RuntimeError` if all calls of the first batch fail on all ranks."""
-        accelerator, metrics = self.context.accelerator, self.context.metrics
+        accelerator = self.context.accelerator
+        metrics = self.context.metrics
         counts = sum((trajectory.counts for trajectory in trajectories), Counter())
         local_counts = [*(counts[name] for name in (*LIMITS, "calls", "failures", "unparsed")), len(trajectories)]
         *ends, calls, failures, unparsed, n_completions = sum_over_ranks(accelerator, local_counts)
@@ -236,7 +237,9 @@ class Sampling:
 
     def self_check_settings(self) -> RunSettings:
         """Returns the run's settings for the self-check."""
-        context, sampler, local = self.context, self.sampler, self.local
+        context = self.context
+        sampler = self.sampler
+        local = self.local
 
         def sample(prompts: Sequence[EncodedPrompt], config: GenerationConfig, fallbacks: Fallbacks) -> torch.Tensor:
             options: dict[str, Any] = {"fallbacks": fallbacks, "generating": local.generating}
@@ -272,7 +275,9 @@ class Sampling:
         Raises `RuntimeError` if completions continue after an end of text, or if the loss corrects for the engine and
         completions lack log-probabilities.
         """
-        context, sampler, flight = self.context, self.sampler, self.in_flight
+        context = self.context
+        sampler = self.sampler
+        flight = self.in_flight
         if sampler.samples_policy or not context.is_training:
             return
         self._check_logps(rollout)
