@@ -152,7 +152,8 @@ def test_a_trainer_of_a_strategy_alone(tmp_path):
     config = ppo.trainer.args
     assert (config.beta, config.epsilon, config.num_ppo_epochs, config.max_grad_norm) == (0.05, 0.3, 3, 0.5)
     assert (config.kl_target, config.kl_horizon, config.ema_decay, config.save_only_model) == (0.1, 50, 0.9, True)
-    assert config.cliprange_value == 0.4 and config.gradient_checkpointing and ppo.save_hf_ckpt
+    assert config.cliprange_value == MultimodalPPOConfig.cliprange_value  # there is no critic
+    assert config.gradient_checkpointing and ppo.save_hf_ckpt
     assert ppo.actor.base_model.is_gradient_checkpointing
     maker = ppo.experience_maker
     assert maker.prompt_max_len == 512 and maker.strategy.micro_rollout_batch_size == 2

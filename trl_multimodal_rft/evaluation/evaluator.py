@@ -234,7 +234,7 @@ def evaluate_trainer(
         complete,
         toolbox,
         trainer.tool_loop if trainer.toolbox.tools else None,
-        trainer.args.unreadable_rows.action,
+        trainer.args.on_media_error,
         trainer.sampler.is_collective,
         trainer.state,
         trainer.args.disable_tqdm,
