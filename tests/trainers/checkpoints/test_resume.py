@@ -416,7 +416,14 @@ def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
     folder = checkpoint(straight(name), 6)
     state = load_rollout_state(folder, 0)
     assert state["groups"]["replay"]["groups"] and state["kl_controller"]["value"] != 0.1
-    options = {"kl_target": None, "beta": 0.3, "replay_buffer_size": 0, "dynamic_sampling": 0, "max_steps": 8}
+    options = {
+        "kl_target": None,
+        "kl_horizon": 10000,
+        "beta": 0.3,
+        "replay_buffer_size": 0,
+        "dynamic_sampling": 0,
+        "max_steps": 8,
+    }
     trainer = CASES[name].resume(folder, tmp_path, **options)
     assert trainer.kl_coef == 0.3
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
