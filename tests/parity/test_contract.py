@@ -188,7 +188,7 @@ def test_trainer_has_the_attributes_that_are_read(ours, trl, config, our_config,
     later = {"current_gradient_accumulation_steps", "_initial_global_step", "async_loop"}
     later |= {"commit_scheduler", "entropy_coef", "_last_world_entropy"}
     # Exist only in GRPO, or assigned by functions of `trainers/`
-    later |= {"_logit_bias", "vllm_generation", "chat_template", "max_tool_calling_iterations", "tools"}
+    later |= {"vllm_generation", "chat_template", "max_tool_calling_iterations", "tools"}
     missing = {name for name in read - own - later if not hasattr(trainer, name)}
     assert not missing
     arguments = set(

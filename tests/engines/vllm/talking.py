@@ -89,7 +89,7 @@ class Talking:
         if media is None:
             assert inputs["input_ids"][0, :stop].tolist() == [*prompt.input_ids.tolist(), *ids.tolist()]
         bias = torch.zeros(model.config.get_text_config().vocab_size)
-        bias[list(self._logit_bias)] = torch.tensor(list(self._logit_bias.values()))
+        bias[list(self._sampling.logit_bias)] = torch.tensor(list(self._sampling.logit_bias.values()))
         was_training = model.training
         with torch.no_grad():
             logits = model.eval()(**inputs).logits[0, start - 1 : stop - 1] + bias
