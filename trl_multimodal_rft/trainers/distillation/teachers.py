@@ -439,7 +439,6 @@ def _prepared(
         return Teacher(context, name, (rule, rule), scoring.policy, server=server)
     model: Any = scoring.policy.unwrapped(source)
     rules = rule, divergence_head_rule(model, "teacher")
-    is_prepared = name is None and not args.separates_teachers
     obstacle = obstacle_to_student_prompts(student, model, processor, args)
     if obstacle is not None and not args.separates_teachers:
         raise ValueError(
@@ -448,9 +447,8 @@ def _prepared(
             "its own processor."
         )
     reading: dict[str, Any] = {} if obstacle is None else _separate_reading(prompting, student, model, name)
-    # Prepared as a reference is. Offloading of a single teacher is that of the reference, too
-    # A single teacher that reads the student's prompts is on the device already
-    prepared: Any = source if is_prepared else prepare_reference(source, args, context.accelerator)
+    # Prepared as a reference is, a single teacher before the engine. Its offloading is that of the reference, too
+    prepared: Any = source if name is None else prepare_reference(source, args, context.accelerator)
     packs = enable_packing(context.accelerator, prepared, None, args)
     compile_models(context.accelerator, args, prepared)
     memory = HostMemory(args.device) if args.offload_during_generation and name is not None else None

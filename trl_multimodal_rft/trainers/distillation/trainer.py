@@ -163,7 +163,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _prepare_before_engine(self) -> None:
         single = self._loaded_teachers.get(None)
-        if isinstance(single, nn.Module) and not self.args.separates_teachers:
+        if isinstance(single, nn.Module):
             prepared: Any = prepare_reference(single, self.args, self.accelerator)
             self._loaded_teachers[None] = prepared
 
@@ -223,7 +223,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
     # Update
 
     def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
-        """Returns them as they are, as distillation needs no log-probabilities of the student before its updates."""
+        """Returns the micro-batches as they are: distillation reads no log-probabilities before an update."""
         return micro_batches
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
