@@ -59,7 +59,9 @@ LIMITS = ["--max-model-len", "128", "--max-num-seqs", "256", "--max-num-batched-
 
 def bound(staleness: int, steps: int, completions: int, slots: int, update: float) -> float:
     """Mean time of a step in units, if nothing but completions and updates took any."""
-    free, over = [0.0] * slots, []  # when each slot is free, and when each generation batch is over
+    # when each slot is free, and when each generation batch is over
+    free = [0.0] * slots
+    over = []
     now = 0.0
     for step in range(steps):
         while len(over) < min(step + staleness + 1, steps):
@@ -76,7 +78,9 @@ class Updates(TrainerCallback):
     """Lets each update take some seconds longer, and measures the whole training."""
 
     def __init__(self, seconds: float):
-        self.seconds, self.start, self.end = seconds, 0.0, 0.0
+        self.seconds = seconds
+        self.start = 0.0
+        self.end = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.start = time.perf_counter()

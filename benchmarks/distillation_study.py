@@ -66,7 +66,8 @@ def measured(trainer, test, seconds: float | None = None) -> tuple[float, float,
 
 def compare(args: argparse.Namespace, seed: int, folder: str) -> dict[str, tuple[float, float, int]]:
     """Accuracy, CPU seconds and updates of both, from the same weights."""
-    dataset, common = handwritten_digits(), {"seed": seed, "use_cpu": not torch.cuda.is_available()}
+    dataset = handwritten_digits()
+    common = {"seed": seed, "use_cpu": not torch.cuda.is_available()}
     noisy = {split: seen(rows, NOISE) for split, rows in dataset.items()}
     config = MultimodalDistillationConfig(**{**DEMO, **common, "max_steps": args.steps, "output_dir": folder})
     teacher, processor = taught(dataset, config)

@@ -77,7 +77,10 @@ class Pass:
     """Counts of a pass, of waits and uploads by their line."""
 
     def __init__(self):
-        self.dispatched, self.operators, self.waits, self.uploads = 0, Counter(), Counter(), Counter()
+        self.dispatched = 0
+        self.operators = Counter()
+        self.waits = Counter()
+        self.uploads = Counter()
 
     @contextmanager
     def counted(self):
@@ -150,7 +153,8 @@ def per_layer(base: dict[str, Pass], deeper: dict[str, Pass]) -> dict[str, list[
 
 
 def table() -> str:
-    rows, lines = [], []
+    rows = []
+    lines = []
     for case in CASES:
         base = count(case)
         found = {"update": {each: base[each].totals for each in PASSES}}

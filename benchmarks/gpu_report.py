@@ -52,6 +52,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import policy_update
@@ -70,7 +71,8 @@ from trl_multimodal_rft.models.wrapped import replaced
 
 FAMILIES = {"audio": "qwen2_audio", "long_audio": "qwen2_audio"}  # of other cases: Qwen2.5-VL
 SIDES = ("ours", "trl")
-UPDATE, SAMPLING, STEP = PARTS = ("update", "sampling", "step")
+PARTS = ("update", "sampling", "step")
+UPDATE, SAMPLING, STEP = PARTS
 LARGE = 8192  # rows of a matrix
 WARM_UP = 4  # sampled tokens
 EVERY = 4  # tensors, of one of which the gradient is compared
@@ -285,7 +287,12 @@ def waits(contestant: policy_update.Contestant) -> list[tuple[str, int]]:
 
 def matrix_rate(args: argparse.Namespace) -> float:
     """Operations per second of a large matrix product, in bfloat16 on a GPU."""
-    size, dtype = (LARGE, torch.bfloat16) if args.device == "cuda" else (LARGE // 8, torch.float32)
+    if args.device == "cuda":
+        size = LARGE
+        dtype = torch.bfloat16
+    else:
+        size = LARGE // 8
+        dtype = torch.float32
     if args.preset == "tiny":
         size = LARGE // 8
     a, b = torch.randn(2, size, size, device=args.device, dtype=dtype)
@@ -329,20 +336,30 @@ def towers(args: argparse.Namespace) -> list[dict]:
                 features = torch.cat(model.get_image_features(result["pixels"], result["grids"]).pooler_output)
                 features.float().square().mean().backward()
                 seconds.append((now(args.device) - start)[0])
-            result[f"{name}_s"], result[name] = min(seconds), features.detach().float()
+            result[f"{name}_s"] = min(seconds)
+            result[name] = features.detach().float()
     for result in results:
         del result["pixels"], result["grids"]
-        own, ours = result.pop("own"), result.pop("ours")
+        own = result.pop("own")
+        ours = result.pop("ours")
         result["difference"] = ((ours - own).norm() / own.norm()).item()
     return results
 
 
 def sample(args: argparse.Namespace, name: str) -> dict:
     """The result of `sampling.py` with a sampler, in a process that returns its memory."""
-    shim, preset = [], args.preset
+    shim = []
+    preset = args.preset
     if args.device == "cpu" and sampling.CONTESTANTS[name][-1]:
-        shim, preset = [str(VLLM_ON_CPU)], "12m"  # vLLM's kernels on a CPU take no heads as small as the tiny model's
-    group, tokens = (4, 8) if args.preset == "tiny" else (8, 128)
+        # vLLM's kernels on a CPU take no heads as small as the tiny model's
+        shim = [str(VLLM_ON_CPU)]
+        preset = "12m"
+    if args.preset == "tiny":
+        group = 4
+        tokens = 8
+    else:
+        group = 8
+        tokens = 128
     options = ["--device", args.device, "--preset", preset, "--repeats", str(args.repeats), "--prompts", "1"]
     options += ["--group", str(group), "--tokens", str(tokens), "--contestants", name]
     command = [sys.executable, *shim, sampling.__file__, *options, "--json"]
@@ -403,7 +420,8 @@ def sizes(row: dict) -> list[str]:
 
 def update_cells(row: dict, rate: float) -> list[str]:
     """A row of the table of updates."""
-    ours, setting = row["ours"], row["ours"]["setting"]
+    ours = row["ours"]
+    setting = row["ours"]["setting"]
     rates = {
         side: {"share": ours["operations"][side] / row[side]["update_s"] / rate}
         for side in SIDES
@@ -430,7 +448,8 @@ UPDATES += ("share of the rate", "trained tokens/s", "gradient difference")
 
 def page(args: argparse.Namespace, found: dict) -> str:
     """The report."""
-    machine, rate = hardware(args.device), found["rate"]
+    machine = hardware(args.device)
+    rate = found["rate"]
     named = versions("trl-multimodal-rft", "trl", "transformers", "torch", "accelerate")
     lines = [
         f"# {args.preset} on {machine['gpu'] or machine['cpu']}",
@@ -517,12 +536,12 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
     def of(rows: Sequence[list]) -> dict[str, Callable[[], None]]:
         return {
             f"{name}; {side}": lambda name=name, row=row, side=side: add(name, row, side)
-            for name, row in settings(args, rows).items()
-            for side in args.sides
+            for (name, row), side in product(settings(args, rows).items(), args.sides)
             if side == "ours" or not row.torch_compile  # whose baseline is in another row
         }
 
-    first, last = TINY if args.preset == "tiny" else (usual_rows(), further_rows())
+    parts = TINY if args.preset == "tiny" else (usual_rows(), further_rows())
+    first, last = parts
     engines = sampling.CONTESTANTS if is_vllm_available() else ()
     return {
         **of(first),
@@ -535,7 +554,8 @@ def measurements(args: argparse.Namespace, found: dict) -> dict[str, Callable[[]
 def run(args: argparse.Namespace) -> str:
     """Runs the measurements that the files lack, and writes the report after each."""
     end = time.monotonic() + 60 * args.minutes
-    file, machine = args.out.with_suffix(".json"), hardware(args.device)
+    file = args.out.with_suffix(".json")
+    machine = hardware(args.device)
     of = [args.preset, args.device, machine["gpu"] or machine["cpu"], "one trainer at a time"]
     found = {"of": of, "rows": {}, "towers": [], "rollout": {}, "done": [], "left": {}}
     before = json.loads(file.read_text()) if file.exists() else {}

@@ -22,6 +22,7 @@ The benchmark first compares all masks with their definition. Times are the *min
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from fake_run import Watch
@@ -52,7 +53,7 @@ class Case:
         self.sizes = lengths(n_prompts, args.prompt_length, args.prompt_length * 9 // 10).tolist()
         self.lengths = lengths(n_prompts * args.group, args.completion_length, args.completion_length // 2)
         prompts = [EncodedPrompt(torch.ones(n).long(), {}, {}, torch.arange(n)[None]) for n in self.sizes]
-        self.samples = [prompt for prompt in prompts for _ in range(args.group)]
+        self.samples = [prompt for prompt, _ in product(prompts, range(args.group))]
         self.completions = torch.ones(len(self.samples), args.completion_length, dtype=torch.long)
         self.mask = (torch.arange(args.completion_length) < self.lengths[:, None]).long()
         self.linear = [{None: self._seen(n + args.completion_length)} for n in self.sizes]
@@ -69,7 +70,8 @@ class Case:
 
     def read(self, row: PackedRow) -> list[tuple]:
         """The masks of all blocks."""
-        dtype, layout = getattr(torch, self.args.dtype), row.layout
+        dtype = getattr(torch, self.args.dtype)
+        layout = row.layout
         attended = [(layout.prompts(each, None, dtype), layout.branches(each, None, dtype)) for each in layout.blocks]
         return [(prompts[2], branches[2]) for prompts, branches in attended]
 
@@ -91,7 +93,8 @@ class Case:
 
     def usual(self) -> list[torch.Tensor]:
         """A boolean mask for each completion."""
-        width, longest = max(self.sizes), int(self.lengths.max())
+        width = max(self.sizes)
+        longest = int(self.lengths.max())
         owner = torch.arange(len(self.sizes)).repeat_interleave(self.args.group)
         if self.args.window is None:
             seen = torch.arange(width - 1) < torch.tensor(self.sizes)[:, None] - 1

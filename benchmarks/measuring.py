@@ -101,7 +101,9 @@ def python_share(shares: list[float]) -> Iterator[None]:
 
 def covered(events: Iterable) -> float:
     """Seconds in which at least one of the profiler's events runs. Operators run within those that call them."""
-    total, end = 0, 0  # nanoseconds
+    # nanoseconds
+    total = 0
+    end = 0
     for begin, duration in sorted((event.start_ns(), event.duration_ns()) for event in events):
         total += max(begin + duration - max(begin, end), 0)
         end = max(end, begin + duration)
@@ -156,7 +158,8 @@ class Sampling:
     """
 
     def __init__(self, sampler: "Sampler", sample: Callable):
-        self.sampler, self.sample = sampler, sample
+        self.sampler = sampler
+        self.sample = sample
 
     def __getattr__(self, name: str):
         return getattr(self.__dict__["sampler"], name)

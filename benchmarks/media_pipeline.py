@@ -73,7 +73,9 @@ def write_clip(path: Path, seconds: float, rate: int, width: int, height: int, s
     stripes = (np.arange(2 * width) // 40 % 2 * 150).astype(np.uint8)
     with av.open(path, "w") as file:
         stream = file.add_stream("libx264", rate=Fraction(rate), options={"preset": "veryfast", "crf": "23"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         for i in range(int(seconds * rate)):
             shift = (3 * i + 50 * seed) % width
             frame = np.roll(noise, shift // 4, axis=0) + stripes[None, shift : shift + width, None]
@@ -162,7 +164,8 @@ def run(args: argparse.Namespace) -> dict:
 
 def table(result: dict) -> str:
     """A line with the settings, and a table."""
-    setting, ratios = result["setting"], result["ratios"]
+    setting = result["setting"]
+    ratios = result["ratios"]
     width, height = setting["size"]
     line = (
         f"{setting['prompts']} clips of {setting['seconds']:g} s, {width} x {height}, in a step; reading them takes "

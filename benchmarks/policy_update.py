@@ -52,6 +52,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +112,9 @@ from pretrained import language_model  # noqa: E402
 from speech_model import speech_model  # noqa: E402
 
 
-SHORTEST, LONGEST = 20, 64  # completion tokens
+# completion tokens
+SHORTEST = 20
+LONGEST = 64
 PHASES = ("sampling", "rewards", "scoring", "update", "overhead")  # of a step
 VARIED_STEPS = 16  # after which the sizes of varied images repeat
 RATE = 16000  # Hz
@@ -503,7 +506,8 @@ def load_or_build(args: argparse.Namespace) -> tuple[PreTrainedModel, ProcessorM
     """Returns the pretrained model, or one with random weights, and its processor or tokenizer."""
     family = FAMILIES[args.family]
     if args.weights == "speech":
-        folder, dtype = family.pretrained(), torch.bfloat16 if args.device == "cuda" else torch.float32
+        folder = family.pretrained()
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = family.model.from_pretrained(folder, dtype=dtype, device_map=args.device)
         return model, family.processor.from_pretrained(folder)
     preset = family.presets[args.preset]
@@ -706,7 +710,10 @@ class GRPOContestant(Contestant):
 
     def _sample_or_inject(self, *args, **kwargs):
         self.trainer.use_vllm = False  # which transformers, in place of the engine, would not sample with
-        ids, logps = (self.injected, None) if self.injected else self._sample(*args, **kwargs)
+        ids = self.injected
+        logps = None
+        if not ids:
+            ids, logps = self._sample(*args, **kwargs)
         self.trainer.use_vllm = self.corrects_engine
         if self.corrects_engine:  # uniform, as nearly are those of random weights
             logps = [[-np.log(len(self.processor.tokenizer))] * len(each) for each in ids]
@@ -766,8 +773,10 @@ def build_trainers(
     args: argparse.Namespace, folder: str, names: Sequence[str] = ("trl", "ours")
 ) -> dict[str, Contestant]:
     """Builds trainers that differ only in their class or, for data that TRL doesn't support, in packing."""
-    case, family = CASES[args.case], FAMILIES[args.family]
-    prompts, group = args.prompts or case.prompts, args.group or case.group
+    case = CASES[args.case]
+    family = FAMILIES[args.family]
+    prompts = args.prompts or case.prompts
+    group = args.group or case.group
     tokens = args.tokens or LONGEST
     # Prefetching would hide the media processing from the measurement
     own = {"media_prefetch": 0, "torch_compile": args.torch_compile}
@@ -777,7 +786,8 @@ def build_trainers(
         padded = MultimodalGRPOTrainer, MultimodalGRPOConfig, {"media_prefetch": 0, "packing": "padded"}
     else:
         padded = GRPOTrainer, GRPOConfig, {}
-    contestants, sides = {}, {"trl": padded, "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own)}
+    contestants = {}
+    sides = {"trl": padded, "ours": (MultimodalGRPOTrainer, MultimodalGRPOConfig, own)}
     for name in names:
         trainer_class, config_class, options = sides[name]
         model, processor = load_or_build(args)
@@ -820,7 +830,8 @@ def build_trainers(
 
 def build_pair_trainers(args: argparse.Namespace, folder: str) -> dict[str, Contestant]:
     """Builds TRL's trainer for DPO and ours, with the same reference."""
-    case, family = CASES[args.case], FAMILIES[args.family]
+    case = CASES[args.case]
+    family = FAMILIES[args.family]
     n = args.prompts or case.prompts
     own = {"media_prefetch": 0, "media_contribution_steps": 0}
     sides = {"trl": (DPOTrainer, DPOConfig, {}), "ours": (MultimodalDPOTrainer, MultimodalDPOConfig, own)}
@@ -847,7 +858,7 @@ def build_pair_trainers(args: argparse.Namespace, folder: str) -> dict[str, Cont
         trainer = trainer_class(model, reference, args=config, train_dataset=dataset, processing_class=processor)
         if args.checkpointing:
             checkpoint_activations(trainer.model)
-        answers = [row[column][0]["content"] for row in dataset for column in ("chosen", "rejected")]
+        answers = [row[column][0]["content"] for row, column in product(dataset, ("chosen", "rejected"))]
         ids = processor.tokenizer([f"{answer}<|im_end|>\n" for answer in answers])["input_ids"]
         contestants[name] = PairContestant(trainer, ids)
     return contestants
@@ -867,7 +878,8 @@ def relative_difference(expected: Iterable[torch.Tensor | None], actual: Iterabl
 
 def description(args: argparse.Namespace, ours: Contestant) -> dict:
     """Settings, sizes, hardware and versions of a result, by a trainer that has run a step."""
-    prompt, group = ours.prompt, args.group or CASES[args.case].group
+    prompt = ours.prompt
+    group = args.group or CASES[args.case].group
     kind = "audio" if FAMILIES[args.family].hears else "image"
     medium = getattr(ours.processor, f"{kind}_token_id", -1)
     return conditions(
@@ -891,7 +903,8 @@ def run(args: argparse.Namespace) -> dict:
     clock = [*CLOCKS].index(args.clock)
     with tempfile.TemporaryDirectory() as folder:
         contestants = build_trainers(args, folder)
-        trl, ours = contestants["trl"], contestants["ours"]
+        trl = contestants["trl"]
+        ours = contestants["ours"]
         for contestant in contestants.values():
             contestant.warm_up(args.updates_only)
         step_shared = ours.shared_fraction()
@@ -932,7 +945,9 @@ def run(args: argparse.Namespace) -> dict:
 
 def table(result: dict) -> str:
     """Lines with the settings, and a table."""
-    setting, trl, ours = result["setting"], result["trl"], result["ours"]
+    setting = result["setting"]
+    trl = result["trl"]
+    ours = result["ours"]
     suffix = "_s" if setting["clock"] == "wall" else "_cpu_s"
     clock = "wall-clock" if setting["clock"] == "wall" else "CPU"
     memory = "saved for backward" if setting["device"] == "cpu" else "peak above weights and gradients"
@@ -1024,7 +1039,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shared = {"device": "cpu", "clock": "wall", "threads": None, "repeats": 3, "seed": 0, "json": False}
     args = parse_options(parser, argv, **shared)
     if args.weights == "speech":
-        args.family, args.preset = "qwen2_audio" if CASES[args.case].seconds else "smollm2", None
+        args.family = "qwen2_audio" if CASES[args.case].seconds else "smollm2"
+        args.preset = None
     elif args.preset not in FAMILIES[args.family].presets:
         parser.error(f"there is no `--preset {args.preset}` of {args.family}")
     elif CASES[args.case].pretrained:

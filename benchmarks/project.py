@@ -35,6 +35,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import product
 
 import numpy as np
 import policy_update
@@ -108,7 +109,8 @@ MEASURED_NAMES = {"update_s": "seconds", "gpu_s": "seconds of kernels", "memory_
 SIDES = {"trl": "TRL", "ours": "ours"}
 # Prompt, completion tokens, and the least ratio of the baseline to ours, at 3B
 TARGETS = {("image", 256): 2.5, ("long", 256): 4.0, ("video", 512): 5.0}
-MEMORY_TARGET, STEP_TARGET = 2.5, 1.5
+MEMORY_TARGET = 2.5
+STEP_TARGET = 1.5
 UPDATE = ("forward", "backward")
 QUANTITIES = ("host", "gpu", "operations", "dispatched", "bytes")
 
@@ -137,7 +139,8 @@ class Costs(Watch):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "prim":  # attributes of fake tensors
             return result
-        machine, name = self.machine, func._overloadpacket.__name__
+        machine = self.machine
+        name = func._overloadpacket.__name__
         totals = self.totals[self.phase]
         # Gradient checkpointing runs Python in the backward pass, with gradients
         in_python = self.phase == "forward" or torch.is_grad_enabled()
@@ -145,9 +148,11 @@ class Costs(Watch):
         totals["host"] += machine.forward if in_python else machine.backward
         if func.is_view or name.startswith(("empty", "new_empty", "_unsafe_view", "_local_scalar")):
             return result
-        operations, rate = self.operations - before, machine.products
+        operations = self.operations - before
+        rate = machine.products
         if "attention" in name or "_varlen_attn" in name:
-            operations, rate = attention_operations(name, args, kwargs or {}), machine.attention
+            operations = attention_operations(name, args, kwargs or {})
+            rate = machine.attention
         moved = moved_bytes(name, args, result)
         totals["operations"] += operations
         totals["bytes"] += moved
@@ -182,8 +187,10 @@ def attention_operations(name: str, args: Sequence, kwargs: dict) -> float:
         is_causal = next(each for each in (*args, *kwargs.values()) if isinstance(each, bool))
         heads, size = query.shape[1:]
     else:
-        (batch, heads, length, size), longest = query.shape, key.size(2)
-        queries, keys = torch.tensor([length] * batch).double(), torch.tensor([longest] * batch).double()
+        (batch, heads, length, size) = query.shape
+        longest = key.size(2)
+        queries = torch.tensor([length] * batch).double()
+        keys = torch.tensor([longest] * batch).double()
         is_causal = next((each for each in args if isinstance(each, bool)), False)
     pairs = queries * (keys - queries) + queries * (queries + 1) / 2 if is_causal else queries * keys
     return (5 if is_backward else 2) * 2 * heads * size * float(pairs.sum())
@@ -223,9 +230,10 @@ def run_costs(machine: Machine, model, mode: FakeFloats, forward: Callable[[], t
         known = [*model.parameters(), *model.buffers(), *(each.grad for each in model.parameters())]
         with Costs(machine, known) as costs:
             loss = forward()
-            held, costs.phase = costs.now, "backward"
+            held = costs.now
+            costs.phase = "backward"
             loss.backward()
-    return np.array([*(costs.totals[phase][each] for phase in UPDATE for each in QUANTITIES), held, costs.peak])
+    return np.array([*(costs.totals[phase][each] for phase, each in product(UPDATE, QUANTITIES)), held, costs.peak])
 
 
 def run_decoder(
@@ -237,7 +245,8 @@ def run_decoder(
     if packed:
         install_prefix_attention(model)
     head.add_fused_head(model, outputs=("log_probs", "entropy"))
-    ids, positions = torch.zeros(prompt, dtype=torch.long), torch.arange(prompt).expand(4, 1, prompt)
+    ids = torch.zeros(prompt, dtype=torch.long)
+    positions = torch.arange(prompt).expand(4, 1, prompt)
     prompts = [EncodedPrompt(ids, {}, {}, positions)] * group
     completions = torch.zeros(group, tokens, dtype=torch.long)
 
@@ -271,7 +280,8 @@ def run_tower(
     model = build(preset, 1, windowed, full, checkpointing, mode)
     if packed:
         install_prefix_attention(model)
-    vision, grid = model.config.vision_config, torch.tensor([[frames, 2 * height, 2 * width]])
+    vision = model.config.vision_config
+    grid = torch.tensor([[frames, 2 * height, 2 * width]])
     with mode:
         patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.zeros(int(grid.prod()), patch, dtype=torch.bfloat16)
@@ -448,7 +458,8 @@ HEADER = [
 
 def cells(row: dict) -> list[str]:
     """A row of the table."""
-    trl, ours = row["trl"], row["ours"]
+    trl = row["trl"]
+    ours = row["ours"]
 
     def pair(form: Callable[[dict], str], ratio: str | None = None) -> str:
         return f"{form(trl)} → {form(ours)}" + (f", **{row[f'{ratio}_ratio']:.1f}x**" if ratio else "")

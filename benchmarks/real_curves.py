@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -59,13 +60,14 @@ OPTIONS |= {
 }
 OPTIONS |= {"model_init_kwargs": {"dtype": "float32"}}
 TRAINED = tuple(f"model.layers.{i}." for i in range(26, 30))
-SUMS = [(a, b) for a in range(10) for b in range(10)]
+SUMS = [(a, b) for a, b in product(range(10), range(10))]
 WINDOW = 10  # updates of a mean
 
 
 def train(args: argparse.Namespace, side: str) -> dict:
     """Returns the reward and the token ids of each update, and CPU seconds."""
-    rewards, ids = [], []
+    rewards = []
+    ids = []
 
     def is_sum(completions, completion_ids, solution, **_) -> list[float]:
         numbers = (re.findall(r"\d+", completion[0]["content"])[-1:] for completion in completions)
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> dict:
 
 def figure(result: dict) -> Figure:
     """Both curves, and their running means as thick lines."""
-    axes = (drawn := Figure(figsize=(6.4, 2.6), layout="constrained")).subplots()
+    drawn = Figure(figsize=(6.4, 2.6), layout="constrained")
+    axes = drawn.subplots()
     for i, (side, found) in enumerate(result["sides"].items()):
         rewards = pd.Series(found["rewards"], range(1, len(found["rewards"]) + 1))
         axes.plot(rewards, color=f"C{i}", linewidth=0.6, alpha=0.5)
@@ -112,7 +115,8 @@ def figure(result: dict) -> Figure:
 
 def table(result: dict) -> str:
     """A line per trainer. Draws the figure, if it has a path."""
-    if path := result["setting"]["figure"]:
+    path = result["setting"]["figure"]
+    if path:
         path.write_text(as_svg(lambda: figure(result)))
     lines = [f"same tokens in the first {result['same']} updates"]
     for side, found in result["sides"].items():

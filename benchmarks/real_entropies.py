@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -33,7 +34,9 @@ from trl_multimodal_rft.engines.decoding import up_to_first_end
 
 
 TOPICS = "a river, a heart, a bicycle, bread, the moon, a clock, a library, rain".split(", ")
-QUESTIONS = [f"{ask} {topic}." for topic in TOPICS for ask in ("Explain to a child", "Write three sentences about")]
+QUESTIONS = [
+    f"{ask} {topic}." for topic, ask in product(TOPICS, ("Explain to a child", "Write three sentences about"))
+]
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
@@ -41,7 +44,7 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 def run(args: argparse.Namespace) -> dict:
     """Samples completions, and returns entropies, the lowest of kept tokens, and the kept share of each word."""
     model, tokenizer = (auto.from_pretrained(language_model()) for auto in (AutoModelForCausalLM, AutoTokenizer))
-    messages = [[{"role": "user", "content": text}] for text in QUESTIONS for _ in range(args.completions)]
+    messages = [[{"role": "user", "content": text}] for text, _ in product(QUESTIONS, range(args.completions))]
     tokenizer.padding_side = "left"
     options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
     inputs = tokenizer.apply_chat_template(messages, **options)
@@ -50,7 +53,8 @@ def run(args: argparse.Namespace) -> dict:
     output = model.generate(**inputs, **options, return_dict_in_generate=True)
     ids = output.sequences[:, inputs["input_ids"].size(1) :]
     entropies = torch.stack([torch.distributions.Categorical(logits=step).entropy() for step in output.logits], 1)
-    mask, kinds = up_to_first_end(ids, [tokenizer.eos_token_id]), defaultdict(list)
+    mask = up_to_first_end(ids, [tokenizer.eos_token_id])
+    kinds = defaultdict(list)
     kept = high_entropy_mask(entropies, mask, args.quantile)[mask] > 0
     for token, is_kept in zip(tokenizer.convert_ids_to_tokens(ids[mask]), kept.tolist(), strict=True):
         is_word = token[0] == "Ġ" and token[1:].isalpha()
@@ -71,8 +75,10 @@ def run(args: argparse.Namespace) -> dict:
 
 def figure(entropies: torch.Tensor, threshold: float) -> Figure:
     """A histogram with another colour for the kept tokens."""
-    drawn, edges = Figure(figsize=(6.4, 2.6), layout="constrained"), torch.linspace(0, entropies.max(), 61)
-    axes, is_kept = drawn.subplots(), entropies >= threshold
+    drawn = Figure(figsize=(6.4, 2.6), layout="constrained")
+    edges = torch.linspace(0, entropies.max(), 61)
+    axes = drawn.subplots()
+    is_kept = entropies >= threshold
     axes.hist([entropies[~is_kept], entropies[is_kept]], edges, stacked=True, label=["dropped", "kept"])
     axes.set(xlabel="entropy, nats", ylabel="tokens")
     axes.legend(edgecolor="none", framealpha=0)
@@ -81,8 +87,11 @@ def figure(entropies: torch.Tensor, threshold: float) -> Figure:
 
 def table(result: dict) -> str:
     """Quantiles, and kinds of tokens and words by their kept share. Draws the figure, if it has a path."""
-    entropies, threshold, shares = torch.tensor(result["entropies"]), result["threshold"], result["kept"]
-    if path := result["setting"]["figure"]:
+    entropies = torch.tensor(result["entropies"])
+    threshold = result["threshold"]
+    shares = result["kept"]
+    path = result["setting"]["figure"]
+    if path:
         path.write_text(as_svg(lambda: figure(entropies, threshold)))
     quantiles = [f"{value:.2f}" for value in entropies.quantile(torch.tensor(QUANTILES)).tolist()]
     rows = [[name, str(n), f"{kept:.0%}"] for name, (n, kept) in sorted(shares.items(), key=lambda item: -item[1][1])]

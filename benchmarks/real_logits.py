@@ -22,6 +22,7 @@ forward.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -98,7 +99,7 @@ class Rounding:
             suppress_tokens=sorted(all_placeholder_ids(self.model, self.processor)),
         )
         torch.manual_seed(self.args.seed + batch.start)
-        prompts = [self.prompts[i] for i in batch for _ in range(G)]
+        prompts = [self.prompts[i] for i, _ in product(batch, range(G))]
         ids = sample_completions(self.policy, self.model, prompts, config, tokenizer.pad_token_id)[
             :, -self.args.tokens :
         ]
@@ -107,7 +108,7 @@ class Rounding:
 
     def _scores(self, batch: range, packed: bool) -> list[torch.Tensor]:
         """Log-probabilities of the completions of each prompt of a batch, which share a forward."""
-        prompts = [self.prompts[i] for i in batch for _ in range(G)]
+        prompts = [self.prompts[i] for i, _ in product(batch, range(G))]
         ids, mask = (torch.cat(parts) for parts in zip(*(self.completions[i] for i in batch), strict=True))
         return list(self.policy.score(self.model, ScoreRequest(prompts, ids, mask, packed=packed)).logps.split(G))
 
@@ -131,7 +132,8 @@ class Rounding:
         for batch in self._batches(rows):
             scores = {name: self._scores(batch, name == "packed") for name in exceeding}
             for i, *parts in zip(batch, *scores.values(), strict=True):
-                prompt, (ids, mask) = self.prompts[i], self.completions[i]
+                prompt = self.prompts[i]
+                (ids, mask) = self.completions[i]
                 check = Measure(self.policy, self.model, False)
                 inputs = check.model_inputs(outputs_of(prompt), prompt)
                 truth = check.model_logps(inputs, prompt, ids)

@@ -62,12 +62,15 @@ class Contestant(TimedSteps):
         self.tokens = 0  # sampled in the latest step
         self.scored = self.sampled_after = 0  # tokens of the prompt
         if isinstance(trainer, MultimodalGRPOTrainer):
-            self._generate, trainer.sampler = trainer.sampler, Sampling(trainer.sampler, self._timed_sampler)
+            self._generate = trainer.sampler
+            trainer.sampler = Sampling(trainer.sampler, self._timed_sampler)
         else:
-            self._generate, trainer._generate_single_turn = trainer._generate_single_turn, self._timed
+            self._generate = trainer._generate_single_turn
+            trainer._generate_single_turn = self._timed
         if trainer.use_vllm:
             engine = trainer.vllm_generation.llm
-            self._ask, engine.generate = engine.generate, self._watched
+            self._ask = engine.generate
+            engine.generate = self._watched
 
     def _timed_sampler(self, model, prompts, **options):
         start = now(self.device)
@@ -101,7 +104,8 @@ class Contestant(TimedSteps):
 
 def count_prompts() -> list[int]:
     """Returns a list to which each processor call with images adds its number of prompts."""
-    processed, call = [], Qwen2_5_VLProcessor.__call__
+    processed = []
+    call = Qwen2_5_VLProcessor.__call__
 
     @functools.wraps(call)
     def counting(self, images=None, text=None, **kwargs):
@@ -116,7 +120,8 @@ def count_prompts() -> list[int]:
 def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int]) -> Contestant:
     """Builds a contestant with the model in `folder`."""
     trainer_class, config_class, use_vllm = CONTESTANTS[name]
-    case, processor = CASES["image"], build_processor()
+    case = CASES["image"]
+    processor = build_processor()
     tokenizer = processor.tokenizer
     if use_vllm:
         banned = {tokenizer.image_token_id: -100.0, tokenizer.video_token_id: -100.0}
@@ -190,7 +195,8 @@ def run(args: argparse.Namespace) -> dict:
 
 def table(result: dict) -> str:
     """Lines with the settings, and a table."""
-    setting, machine = result["setting"], result["hardware"]
+    setting = result["setting"]
+    machine = result["hardware"]
     title = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['prompts']} x {setting['group']} completions of "
         f"{setting['tokens']} tokens; {machine['gpu'] or machine['cpu']}, {setting['threads']} threads; "

@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> dict:
         for _ in range(args.repeats):
             for contestant in contestants.values():
                 contestant.measure_update()
-    tree, separate = contestants["tree"], contestants["separate"]
+    tree = contestants["tree"]
+    separate = contestants["separate"]
     prompts = tree.trainer._buffered_inputs[0].prompts
     return {
         "contestants": {
@@ -123,7 +124,12 @@ def run(args: argparse.Namespace) -> dict:
 def table(result: dict) -> str:
     """Lines with the settings, and a table."""
     setting = result["setting"]
-    suffix, clock = ("_s", "wall-clock") if setting["clock"] == "wall" else ("_cpu_s", "CPU")
+    if setting["clock"] == "wall":
+        suffix = "_s"
+        clock = "wall-clock"
+    else:
+        suffix = "_cpu_s"
+        clock = "CPU"
     lengths = setting["prompt_tokens"]
     lines = (
         f"{setting['parameters'] / 1e6:.1f} M parameters, {setting['dtype']}, {setting['questions']} questions of "

@@ -51,7 +51,9 @@ from vision_model import vision_model  # noqa: E402
 
 STORED = ROOT / "benchmarks" / "sight_curves"  # JSON of each run
 OUTPUTS = ROOT / "outputs" / "sight_curves"  # models and weights
-TRL, TRL_AS_IS, OURS = "trl", "trl_as_is", "ours"
+TRL = "trl"
+TRL_AS_IS = "trl_as_is"
+OURS = "ours"
 LABELS = {
     TRL: "TRL, tower in evaluation mode",
     TRL_AS_IS: "TRL as it is: batch norms in training mode",
@@ -158,9 +160,13 @@ def train(args: argparse.Namespace, run: str) -> None:
         checksums.append([hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in tokens])
         return accuracy_reward(completions, solution)
 
-    trainer_class, config_class, own = GRPOTrainer, GRPOConfig, {}
+    trainer_class = GRPOTrainer
+    config_class = GRPOConfig
+    own = {}
     if run == OURS:
-        trainer_class, config_class, own = MultimodalGRPOTrainer, MultimodalGRPOConfig, OWN
+        trainer_class = MultimodalGRPOTrainer
+        config_class = MultimodalGRPOConfig
+        own = OWN
     rows = pictured_shapes(train_rows=400, test_rows=4, seed=1)["train"]
     header = {"commit": commit(), **conditions(args, "trl", "transformers")}
     header["setting"] = {"run": run, "seed": args.seed, "threads": torch.get_num_threads(), **OPTIONS}

@@ -46,7 +46,9 @@ HEADER = (
 
 def cells(name: str, result: dict) -> list[str]:
     """A row of the first table."""
-    setting, sides, clock = result["setting"], [result[each] for each in TRAINERS], suffix(result)
+    setting = result["setting"]
+    sides = [result[each] for each in TRAINERS]
+    clock = suffix(result)
 
     def seconds(quantity: str) -> str:
         if f"{quantity}_ratio" not in result:
@@ -67,7 +69,8 @@ def cells(name: str, result: dict) -> list[str]:
 
 def parts(name: str, result: dict) -> list[list[str]]:
     """Rows of the second table: the parts of a step of each trainer, and the share of Python in sampling."""
-    rows, clock = [], suffix(result)
+    rows = []
+    clock = suffix(result)
     for trainer in TRAINERS:
         side = result[trainer]
         if "python_share_of_sampling" in side:

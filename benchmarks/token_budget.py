@@ -69,7 +69,9 @@ class Watched(MultimodalGRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
         self._memory = Watch()
-        self._held, self._tokens, self._start = 0, 0, time.process_time()
+        self._held = 0
+        self._tokens = 0
+        self._start = time.process_time()
         if self.watch == "memory":
             self._watching.enter_context(self._memory)
         self._watched = inputs

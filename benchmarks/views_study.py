@@ -68,7 +68,8 @@ def measured(trainer: MultimodalGRPOTrainer, test: Dataset) -> float:
 def run_seed(args: argparse.Namespace, seed: int, folder: str) -> Iterator[tuple[str, float, float]]:
     """Name, accuracy and media contribution of the cold start, which has none, and of each method after it."""
     build, data = TASKS[args.task]
-    (model, processor), dataset = build(seed), data()
+    (model, processor) = build(seed)
+    dataset = data()
     common = {**DEMO_ARGUMENTS, "output_dir": folder, "seed": seed, "use_cpu": not torch.cuda.is_available()}
     common |= {"per_device_train_batch_size": 256, "learning_rate": 5e-4, "max_steps": args.steps}
     common["entropy_coef"] = 0.0  # the bonus of the demos, which start from random weights, undoes a cold start

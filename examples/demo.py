@@ -148,7 +148,8 @@ class HeldOutAccuracy(GenerationEvalCallback):
     ):
         config = EvaluationConfig(max_completion_length=trainer.max_completion_length, batch_size=batch_size)
         super().__init__(trainer, dataset, accuracy_reward, config, freq=1)
-        self.name, self.times = name, times
+        self.name = name
+        self.times = times
         self.before = evaluate_trainer(trainer, dataset, accuracy_reward, config).metrics["accuracy"]
         trainer.accelerator.print(f"Accuracy on held-out {name} before training: {self.before:.1%}")
 
@@ -167,7 +168,8 @@ class HeldOutAccuracy(GenerationEvalCallback):
         of that name (values at sampling time against returns) over the last quarter of the logged steps, or `None` if
         all returns were equal.
         """
-        trainer, history = self.trainer, self.trainer.state.log_history
+        trainer = self.trainer
+        history = self.trainer.state.log_history
         after = self.result.metrics["accuracy"]
         trainer.accelerator.print(f"Accuracy on held-out {self.name} after training: {after:.1%}")
         trainer.save_state()
@@ -258,7 +260,8 @@ def _noise_like_video(medium: list[dict], rng: np.random.Generator) -> list[dict
 
 
 def _noise_like_picture(medium: dict, rng: np.random.Generator) -> dict:
-    like, file = PILImage.open(io.BytesIO(medium["bytes"])), io.BytesIO()
+    like = PILImage.open(io.BytesIO(medium["bytes"]))
+    file = io.BytesIO()
     pixels = rng.integers(256, size=(like.height, like.width), dtype=np.uint8)
     PILImage.fromarray(pixels).save(file, format="PNG")
     return {"bytes": file.getvalue(), "path": None}

@@ -40,7 +40,8 @@ def write_pictures(folder: str, column: str, rows: Dataset) -> None:
 
 def pairs(answers: dict[str, str], seed: int) -> list[tuple[str, str, str]]:
     """Returns names of recordings, each with a right answer and with one that is wrong, or that doesn't end."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     for name, chosen in answers.items():
         other = str(rng.choice([digit for digit in DIGITS if digit != chosen]))
         rows.append((name, chosen, f"{chosen} {other}" if rng.random() < 0.3 else other))
@@ -58,9 +59,11 @@ def labelled(pairs: list[tuple[str, str, str]], seed: int) -> list[tuple[str, st
 
 def looks(pictures: Dataset) -> list[dict]:
     """Returns the turns of an agent that looks at the quarter with the digit and reads it, each with its context."""
-    turns, shown = [], {"type": "image", "text": None}
+    turns = []
+    shown = {"type": "image", "text": None}
     for row in pictures:
-        picture, question = row["image"], {"type": "text", "text": HIDDEN_QUESTION}
+        picture = row["image"]
+        question = {"type": "text", "text": HIDDEN_QUESTION}
         y, x = (int(where.min() >= SIDE) for where in np.asarray(picture).nonzero())
         quarter = picture.crop((SIDE * x, SIDE * y, SIDE * (x + 1), SIDE * (y + 1)))
         call = {"role": "assistant", "content": [{"type": "text", "text": tool_call("zoom", x=x, y=y)}]}

@@ -68,8 +68,11 @@ class Screen:
     """Shows a page, screen by screen, and what its icon opens."""
 
     def reset(self, page: Image.Image, opened: Image.Image, place: list[int], **row) -> list:
-        self.page, self.opened, self.place = page, opened, place
-        self.screen, self.is_open = SCREENS // 2, False
+        self.page = page
+        self.opened = opened
+        self.place = place
+        self.screen = SCREENS // 2
+        self.is_open = False
         return self._screenshot()
 
     def scroll(self, down: int) -> list:
@@ -82,7 +85,8 @@ class Screen:
         Returns:
             A screenshot.
         """
-        self.screen, self.is_open = min(max(self.screen + (1 if down else -1), 0), SCREENS - 1), False
+        self.screen = min(max(self.screen + (1 if down else -1), 0), SCREENS - 1)
+        self.is_open = False
         return self._screenshot()
 
     def click(self, x: int, y: int) -> list:
@@ -109,18 +113,24 @@ class Screen:
 def draw_page(place: list[int], rng: np.random.Generator) -> Image.Image:
     """A page of text with an icon in a quarter of one of its screens; bars on the others show where to scroll."""
     page = Image.new("L", (SIZE, SCREENS * SIZE), GREY)
-    draw, half = ImageDraw.Draw(page), SIZE // 2
+    draw = ImageDraw.Draw(page)
+    half = SIZE // 2
     for top in range(2, page.height, 4):
         draw.line((2, top, int(rng.integers(4, SIZE - 2)), top), fill=int(rng.integers(60, 120)))
     for screen in range(SCREENS):
-        left, top, right, bottom = 0, screen * SIZE, SIZE - 1, (screen + 1) * SIZE - 1
+        left = 0
+        top = screen * SIZE
+        right = SIZE - 1
+        bottom = (screen + 1) * SIZE - 1
         if screen < place[0]:
             top = bottom - 4
         elif screen > place[0]:
             bottom = top + 4
         else:
-            left, top = left + 1 + half * place[1], top + 1 + half * place[2]
-            right, bottom = left + half - 3, top + half - 3
+            left = left + 1 + half * place[1]
+            top = top + 1 + half * place[2]
+            right = left + half - 3
+            bottom = top + half - 3
         draw.rectangle((left, top, right, bottom), fill=255)
     return page
 
@@ -128,7 +138,8 @@ def draw_page(place: list[int], rng: np.random.Generator) -> Image.Image:
 def draw_digit(digit: int, rng: np.random.Generator) -> Image.Image:
     """A digit of seven segments, at a random place."""
     picture = Image.new("L", (SIZE, SIZE), GREY)
-    left, top = rng.integers(3, 8), rng.integers(1, 4)
+    left = rng.integers(3, 8)
+    top = rng.integers(1, 4)
     for segment in SEGMENTS[digit]:
         x, y, width, height = STROKES[segment]
         box = (left + x, top + y, left + x + width - 1, top + y + height - 1)
@@ -138,7 +149,8 @@ def draw_digit(digit: int, rng: np.random.Generator) -> Image.Image:
 
 def pages(n: int, seed: int) -> Dataset:
     """Rows with a page, and a digit that its icon opens, one or two screens away from the one in the middle."""
-    rng, rows = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    rows = []
     for i in range(n):
         screen = SCREENS // 2 + int(rng.choice([-2, -1, 1, 2]))
         place = [screen, *rng.integers(2, size=2).tolist()]
@@ -159,14 +171,22 @@ def demonstrations(rows: Dataset, most: int, seed: int) -> Dataset:
     Turns of conversations in which an agent finds the icon and answers correctly, each with its context, in which the
     last `most` screenshots are left. At first, the agent scrolls up or down at random, as it doesn't look at the bars.
     """
-    screen, turns, rng = Screen(), [], np.random.default_rng(seed)
+    screen = Screen()
+    turns = []
+    rng = np.random.default_rng(seed)
     for row in rows:
-        messages, images = [said("user", HIDDEN_QUESTION)], [screen.reset(**row)[0]["image"]]
+        messages = [said("user", HIDDEN_QUESTION)]
+        images = [screen.reset(**row)[0]["image"]]
         messages[0]["content"].append(SCREENSHOT)
         to, x, y = row["place"]
         down = int(rng.integers(2))
         while not screen.is_open:
-            name, arguments = ("click", {"x": x, "y": y}) if screen.screen == to else ("scroll", {"down": down})
+            if screen.screen == to:
+                name = "click"
+                arguments = {"x": x, "y": y}
+            else:
+                name = "scroll"
+                arguments = {"down": down}
             call = said("assistant", tool_call(name, **arguments))
             turns.append(turn(messages, images, call, most))
             images.append(getattr(screen, name)(**arguments)[0]["image"])
@@ -182,7 +202,8 @@ def said(role: str, text: str) -> dict:
 
 def turn(messages: list[dict], images: list[Image.Image], answer: dict, most: int) -> dict:
     """An answer to messages with their last screenshots alone."""
-    surplus, context = len(images) - most, []
+    surplus = len(images) - most
+    context = []
     for message in messages:
         content = [block for block in message["content"] if block != SCREENSHOT or surplus <= 0]
         surplus -= SCREENSHOT in message["content"]
@@ -194,7 +215,8 @@ class Counting:
     """A sampler that counts the tokens of the contexts that it reads in evaluations, by optimizer steps."""
 
     def __init__(self, sampler: Sampler):
-        self.sampler, self.lengths = sampler, defaultdict(list)
+        self.sampler = sampler
+        self.lengths = defaultdict(list)
 
     def __getattr__(self, name: str):
         return getattr(self.__dict__["sampler"], name)

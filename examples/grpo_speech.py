@@ -105,7 +105,9 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
         sys.exit(str(error))
     model = Qwen2AudioForConditionalGeneration.from_pretrained(pretrained)
     processor = AutoProcessor.from_pretrained(pretrained)
-    (*_, last), folder, metrics = TASKS, Path(training_args.output_dir), {}
+    (*_, last) = TASKS
+    folder = Path(training_args.output_dir)
+    metrics = {}
     for name in TASKS:
         args = copy.copy(training_args)
         args.output_dir = str(folder if name == last else folder / name)

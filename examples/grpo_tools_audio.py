@@ -109,7 +109,8 @@ def with_outlines(rows: Dataset) -> Dataset:
 
 def demonstrations(rows: Dataset) -> list[dict]:
     """Conversations in which the model plays the loudest second and answers correctly."""
-    player, conversations = Player(), []
+    player = Player()
+    conversations = []
     for row in rows:
         player.reset(**row)
         second = int(loudness(player.samples).argmax())

@@ -94,8 +94,10 @@ class Magnifier:
         """
         if not {x, y} <= {0, 1}:
             raise ValueError("x and y must be 0 or 1.")
-        width, height = self.picture.width // 2, self.picture.height // 2
-        left, top = x * width, y * height
+        width = self.picture.width // 2
+        height = self.picture.height // 2
+        left = x * width
+        top = y * height
         return [{"type": "image", "image": self.picture.crop((left, top, left + width, top + height))}]
 
 
@@ -112,7 +114,8 @@ def with_thumbnails(rows: Dataset, size: int) -> Dataset:
 
 def demonstrations(rows: Dataset) -> list[dict]:
     """Conversations in which the model zooms into the right quarter and answers correctly."""
-    magnifier, conversations = Magnifier(), []
+    magnifier = Magnifier()
+    conversations = []
     for row in rows:
         y, x = (int(where.min() > 0) for where in np.asarray(row["picture"]).nonzero())
         magnifier.reset(**row)

@@ -138,7 +138,8 @@ def rewarded_policy(policy: str, rewards: str, rows: Dataset, processor: Process
 
 def demo(script_args, training_args, model_args):
     model, processor = spoken_digit_model(training_args.seed)
-    dataset, folder = spoken_digits(), Path(training_args.output_dir)
+    dataset = spoken_digits()
+    folder = Path(training_args.output_dir)
 
     def accuracy(policy) -> float:
         config = EvaluationConfig(max_completion_length=3, batch_size=100)

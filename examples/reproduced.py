@@ -162,7 +162,8 @@ def reproduce(recipe: str, folder: Path, words: list[str], seeds: list[str], opt
 if __name__ == "__main__":
     name, folder, *words = sys.argv[1:]
     try:
-        seeds, options = os.environ.get("SEEDS", "0 1 2").split(), shlex.split(os.environ.get("TRAIN", ""))
+        seeds = os.environ.get("SEEDS", "0 1 2").split()
+        options = shlex.split(os.environ.get("TRAIN", ""))
         reproduce(name, Path(folder), words, seeds, options)
     except ValueError as error:
         sys.exit(str(error))

@@ -123,7 +123,10 @@ def _audio_model(texts: list[str], seed: int, hop_length: int) -> AudioModel:
 
 
 def _vision_model(texts: list[str], seed: int, initializer_range: float) -> VisionModel:
-    patch, merge, hidden = 7, 2, 96  # pixels per side of a patch; patches per side of a token
+    # pixels per side of a patch; patches per side of a token
+    patch = 7
+    merge = 2
+    hidden = 96
     tokenizer = _tokenizer(texts, **VISION_TOKENS)
     token_area = (patch * merge) ** 2
     pixels = {

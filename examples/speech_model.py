@@ -131,13 +131,15 @@ def _variables(path: Path) -> dict[str, torch.Tensor]:
         def text() -> str:
             return file.read(number("H")).rstrip(b"\0").decode()
 
-        if (version := number("I")) != 6:
+        version = number("I")
+        if version != 6:
             raise ValueError(f"{path} has version {version} of CTranslate2's format, not 6.")
         text(), number("I")
         for _ in range(number("I")):
             name = text()
             shape = [number("I") for _ in range(number("B"))]
-            if (code := number("B")) not in DATA_TYPES:
+            code = number("B")
+            if code not in DATA_TYPES:
                 raise ValueError(f"{path} has a tensor {name} of the data type {code}, not of {sorted(DATA_TYPES)}.")
             values = np.frombuffer(file.read(number("I")), DATA_TYPES[code]).reshape(shape)
             variables[name] = torch.tensor(values.astype(np.float32))
@@ -158,7 +160,8 @@ def _whisper_encoder(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         copy(name, name, linear)
     copy("layer_norm", "layer_norm", norm)
     for i in range(ENCODER["encoder_layers"]):
-        layer, source = f"layers.{i}", f"layer_{i}"
+        layer = f"layers.{i}"
+        source = f"layer_{i}"
         copy(f"{layer}.self_attn_layer_norm", f"{source}/self_attention/layer_norm", norm)
         copy(f"{layer}.self_attn.out_proj", f"{source}/self_attention/linear_1", linear)
         copy(f"{layer}.final_layer_norm", f"{source}/ffn/layer_norm", norm)

@@ -110,7 +110,8 @@ def hidden_digits() -> DatasetDict:
     for split, (images, labels) in _mnist().items():
         pictures = np.zeros((len(images), 56, 56), np.uint8)
         for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
-            left, top = 28 * (row // 10 % 2), 28 * (row // 20 % 2)
+            left = 28 * (row // 10 % 2)
+            top = 28 * (row // 20 % 2)
             picture[top : top + 28, left : left + 28] = _equally_bright(image)
         solutions = [DIGITS[label] for label in labels]
         splits[split] = _rows(HIDDEN_QUESTION, "image", Image(), map(PILImage.fromarray, pictures), solutions)
@@ -248,7 +249,10 @@ def _speaker() -> tuple[Callable[..., np.ndarray], int]:
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         library = ctypes.CDLL(shutil.copy(espeakng_loader.get_library_path(), folder))
-    synchronous, rate_parameter, pitch_parameter, utf8 = 2, 1, 3, 1
+    synchronous = 2
+    rate_parameter = 1
+    pitch_parameter = 3
+    utf8 = 1
     chunks = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)

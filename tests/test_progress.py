@@ -28,11 +28,12 @@ def terminal():
     """Within the context, both streams are a terminal of 100 columns. Yields a list, at the end with what it got."""
     reading, writing = pty.openpty()
     fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("4H", 40, 100, 0, 0))
-    found, texts = [], []
+    found = []
+    texts = []
 
     def read():
         with suppress(OSError):  # at its end
-            while data := os.read(reading, 4096):
+            for data in iter(lambda: os.read(reading, 4096), b""):
                 found.append(data)
 
     reader = Thread(target=read, daemon=True)
@@ -137,7 +138,8 @@ def test_a_notebook_has_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(notebook, "disp", page)
     train(tmp_path, disable_tqdm=False)
     table = [re.findall("<t[dh]>(.*?)</t[dh]>", line) for line in page[-1].split("</tr>")][:-1]
-    names, rows = table[0], [dict(zip(table[0], cells, strict=False)) for cells in table[1:]]
+    names = table[0]
+    rows = [dict(zip(table[0], cells, strict=False)) for cells in table[1:]]
     assert names[0] == "step" and {"reward", "length", "eval accuracy", "eval reward"} < {*names}
     assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["eval accuracy"].startswith("25.0 % (")
     assert all(row["reward"].startswith("0.25 ±") for row in rows) and "2/2 " in page[-1]

@@ -26,7 +26,8 @@ from trl_multimodal_rft.algorithms.returns import cumulative_returns, terminal_r
 from trl_multimodal_rft.algorithms.shaping import RunningScale
 
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 properties = settings(max_examples=30, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -240,8 +241,10 @@ def test_token_function_equals_loop_wherever_tokens_stand(name, layout, seed, ro
 
 @pytest.mark.parametrize("gamma", [0.0, 0.95, 1.0])
 def test_long_returns_keep_the_precision_of_float32(gamma):
-    rewards, mask = torch.randn(2, 5000), torch.arange(5000) < torch.tensor([[5000], [4097]])
-    expected, following = torch.zeros(2, 5000, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    rewards = torch.randn(2, 5000)
+    mask = torch.arange(5000) < torch.tensor([[5000], [4097]])
+    expected = torch.zeros(2, 5000, dtype=torch.float64)
+    following = torch.zeros(2, dtype=torch.float64)
     for t in reversed(range(5000)):
         following = expected[:, t] = torch.where(mask[:, t], rewards[:, t].double() + gamma * following, 0)
     result = cumulative_returns(rewards, mask, gamma)
@@ -257,7 +260,8 @@ def test_whitened_equal_rewards_are_exactly_0(constant):
 
 
 def test_float32_is_whitened_in_float64():
-    values, mask = 1e4 + torch.arange(200.0).view(4, 50) / 100, torch.ones(4, 50)
+    values = 1e4 + torch.arange(200.0).view(4, 50) / 100
+    mask = torch.ones(4, 50)
     assert_close(whiten(values, mask).double(), whiten(values.double(), mask), rtol=0, atol=1e-5)
 
 
@@ -333,7 +337,8 @@ def test_running_scale_does_not_depend_on_updates(rewards, resume):
     scale = RunningScale()
     for i, update in enumerate(rewards):
         if i == resume:
-            state, scale = scale.state_dict(), RunningScale()
+            state = scale.state_dict()
+            scale = RunningScale()
             scale.load_state_dict(state)
         scale.update(tensor(update))
     scorable = [r for r in sum(rewards, []) if not math.isnan(r)]
@@ -355,7 +360,9 @@ def test_running_scale_of_equal_rewards_is_1(constant, dtype):
 
 
 def test_autocast_leaves_the_precision():
-    rewards, values, mask = torch.randn(2, 100), torch.randn(2, 100), torch.ones(2, 100)
+    rewards = torch.randn(2, 100)
+    values = torch.randn(2, 100)
+    mask = torch.ones(2, 100)
     expected = gae(rewards, values, mask)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         advantages, returns = gae(rewards, values, mask)

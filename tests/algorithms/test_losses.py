@@ -26,7 +26,8 @@ from trl_multimodal_rft.algorithms.losses import (
 from trl_multimodal_rft.rollout.engine_ratios import engine_ratios
 
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 MODES = ["seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
 properties = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -79,13 +80,15 @@ def test_cpgd_without_drift_is_lightrfts_loss(advantages, weighted):
         return sum(loss.average(losses[i : i + 1], MASK[i : i + 1], Normalizer(2, 99, 1e9)) for i in range(2))
 
     def lightrfts(logps):
-        upper, lower = math.log(1.3) + old, math.log(0.85) + old
+        upper = math.log(1.3) + old
+        lower = math.log(0.85) + old
         clipped = torch.where(per_token > 0, torch.minimum(logps, upper), torch.maximum(logps, lower))
         losses = torch.where(kept.bool(), -clipped * per_token, 0)
         return (losses.sum(1) / kept.sum(1)).mean()
 
     logps = old + LOG_RATIO
-    (value, grad), (expected, expected_grad) = gradient(own, logps), gradient(lightrfts, logps)
+    (value, grad) = gradient(own, logps)
+    (expected, expected_grad) = gradient(lightrfts, logps)
     assert expected_grad.any() and not expected_grad[~MASK.bool()].any()
     assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
     # The values differ by what has no gradient
@@ -120,7 +123,8 @@ def test_exploding_ratio_leaves_finite_gradients(advantage):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cpgd_gradient_is_the_advantage_inside_the_clip_region(advantage):
     """Outside it the gradient is 0, but only in the direction of the advantage."""
-    low, high = math.log(0.9), math.log(1.3)
+    low = math.log(0.9)
+    high = math.log(1.3)
     log_ratio = tensor([[low - 3, low - 0.01, low + 0.01, 0, high - 0.01, high + 0.01, high + 3]])
     moves = log_ratio < high if advantage > 0 else log_ratio > low
     grad = gradient(lambda x: policy_loss("cpgd", x, tensor([advantage]), None, 0.1, 0.3).sum(), log_ratio)[1]
@@ -141,7 +145,8 @@ OWN = [name for name in LOSSES if name not in TRL_LOSSES]
 @pytest.mark.parametrize("name", OWN)
 def test_weights_and_ratios_of_the_sampler_leave_the_drift(name):
     """A masked token has no gradient except that of CPGD's drift and of the penalties of IPO and KL-Cov."""
-    weights, ratio = tensor([[0, 1, 1], [2, 1, 1]]), tensor([[3], [0]])
+    weights = tensor([[0, 1, 1], [2, 1, 1]])
+    ratio = tensor([[3], [0]])
 
     def loss(mask=MASK, **options):
         inputs = LossInputs(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGES, mask, **options)
@@ -219,7 +224,8 @@ def test_aggregate_ignores_what_is_masked(mode):
     "estimator, expected", [("k1", [0.5, -1]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]
 )
 def test_kl_golden_beside_padding(estimator, expected):
-    logps, ref_logps = tensor([[-INF, -1, -3, NAN, -2]]), tensor([[-INF, -1.5, -2, -1, INF]])
+    logps = tensor([[-INF, -1, -3, NAN, -2]])
+    ref_logps = tensor([[-INF, -1.5, -2, -1, INF]])
     mask = tensor([[0, 1, 1, 0, 0]])
     kl, grad = gradient(lambda x: approx_kl(x, ref_logps, mask, estimator).sum(), logps)
     result = approx_kl(logps, ref_logps, mask, estimator)
@@ -249,7 +255,8 @@ def test_adaptive_controller_by_hand():
     ]:
         controller.update(kl, n)
         assert controller.value == pytest.approx(expected, rel=1e-12)
-    fixed, resumed = FixedKLController(0.3), AdaptiveKLController(3.0, target=0.5, horizon=100)
+    fixed = FixedKLController(0.3)
+    resumed = AdaptiveKLController(3.0, target=0.5, horizon=100)
     for one, other in ((controller, resumed), (fixed, FixedKLController(1.0))):
         other.load_state_dict(one.state_dict())
         for each in (one, other):
@@ -307,7 +314,8 @@ def test_entropy_mask_equals_sort(scope, rows, ratio, garbage):
 @pytest.mark.parametrize("value", [0.0, -1e-3])
 def test_entropy_mask_keeps_exactly_the_share(ratio, n, kept, value):
     """Covers all-equal entropies, of which the mask keeps the first, and never leading padding."""
-    entropies, mask = torch.full((1, n + 5), value), torch.arange(n + 5)[None] >= 5
+    entropies = torch.full((1, n + 5), value)
+    mask = torch.arange(n + 5)[None] >= 5
     entropies[:, :5] = 0
     expected = [0] * 5 + [1] * kept + [0] * (n - kept)
     assert high_entropy_mask(entropies, mask, ratio).tolist() == [expected]
@@ -319,7 +327,8 @@ def test_rounding_down_keeps_as_many_tokens_as_lightrft(ratio, scope):
     """The whole part of the product in floating point, such as 28 of 100 for 0.29, but at least one token."""
     torch.manual_seed(0)
     for n in range(1, 102):
-        entropies, mask = torch.rand(1, 105), torch.arange(105)[None] < n
+        entropies = torch.rand(1, 105)
+        mask = torch.arange(105)[None] < n
         kept = high_entropy_mask(entropies, mask, ratio, scope=scope, rounding="down")
         n_kept = max(1, int(n * ratio))
         assert kept.sum() == n_kept and not kept[~mask].any()
@@ -347,7 +356,8 @@ def test_entropies_that_are_equal_up_to_rounding_are_ranked_by_position():
 
 def test_clipped_values_get_no_gradient():
     """A value that moved too far towards its return gets no gradient. A value that moved away gets one."""
-    values, ones = torch.tensor([[1.0, -1.0]], requires_grad=True), torch.ones(1, 2)
+    values = torch.tensor([[1.0, -1.0]], requires_grad=True)
+    ones = torch.ones(1, 2)
     value_loss(values, 0 * ones, 2 * ones, ones, clip=0.2).loss.sum().backward()
     assert values.grad.tolist() == [[0.0, -3.0]]
     assert value_loss(values, 0 * ones, 2 * ones, ones).loss.tolist() == [[0.5, 4.5]]
@@ -357,7 +367,8 @@ def test_only_values_beyond_the_range_are_clipped():
     """Inside of it, the old value plus the change rounds to another float32 than the value."""
     generator = torch.Generator().manual_seed(0)
     old, values = 0.05 * torch.randn(2, 64, 64, generator=generator)
-    returns, mask = torch.randn(64, 64, generator=generator), torch.ones(64, 64)
+    returns = torch.randn(64, 64, generator=generator)
+    mask = torch.ones(64, 64)
 
     def ratio(old_values, clip):
         total, count = value_loss(values, old_values, returns, mask, clip).metrics["value_clip_ratio"].numbers.tolist()

@@ -54,7 +54,8 @@ def test_ranks_combine():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
 
     def of_rank(rows):
-        part, valid = values[rows], mask[rows]
+        part = values[rows]
+        valid = mask[rows]
         means = completion_means(part, valid)
         return {
             "tokens": token_mean(part, valid),
@@ -65,7 +66,8 @@ def test_ranks_combine():
             "running": largest(part.max(), merge=max),
         }
 
-    first, second = of_rank(slice(2)), of_rank(slice(2, 3))
+    first = of_rank(slice(2))
+    second = of_rank(slice(2, 3))
     found = defaultdict(list, running=[60.0])
 
     def gather(numbers):
@@ -117,7 +119,8 @@ IN_LOSS = {"beta": 0.1, "kl_estimator": "k3"}
     ids=["ppo", "grpo", "gmpo", "rloo"],
 )
 def test_loss_of_a_micro_batch_gathers_once(monkeypatch, trainer_class, options, metrics):
-    calls, counts = [], []
+    calls = []
+    counts = []
 
     class Counting(trainer_class):
         def compute_loss(self, *args, **kwargs):
@@ -147,7 +150,8 @@ def test_batches_of_an_evaluation_count_by_their_rows():
     batches = [(2, 1.5, 1.0, math.nan), (2, 6.0, 4.0, 2.0), (1, 16.0, 9.0, 5.0)]
     for _ in range(2):  # a second evaluation doesn't see the first one's rows
         for n, value, answered, sometimes in batches:
-            means.n_rows, means.counts = n, {"answered": 1.0}
+            means.n_rows = n
+            means.counts = {"answered": 1.0}
             for name, number in (("row", value), ("answered", answered), ("sometimes", sometimes)):
                 found[name].append(number)
             found["largest"] = [max(7.0, *found["largest"])]  # merged by the metric itself

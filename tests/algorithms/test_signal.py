@@ -20,7 +20,8 @@ from trl_multimodal_rft.algorithms.signal import CAUSES, causes_by_reward, signa
 
 OPTIONS = LossOptions(0.2, 0.3, delta=1.6, off_policy_threshold=0.05)
 PLAIN = LossOptions(0.2, 0.3)
-N, T = 120, 8
+N = 120
+T = 8
 
 
 def drawn(seed: int = 0) -> LossInputs:
@@ -60,7 +61,9 @@ def by_hand(inputs: LossInputs, options: LossOptions) -> dict[str, float]:
     counts = dict.fromkeys(("tokens", *CAUSES), 0)
     n_trained = 0
     for i in range(N):
-        advantage, cause, learns = float(inputs.advantages[i]), int(inputs.causes[i]), False
+        advantage = float(inputs.advantages[i])
+        cause = int(inputs.causes[i])
+        learns = False
         for t in range(int(inputs.n_sampled[i])):
             r = float(ratio[i, t])
             is_high = advantage > 0 and r > 1 + options.epsilon_high
@@ -78,7 +81,8 @@ def by_hand(inputs: LossInputs, options: LossOptions) -> dict[str, float]:
             elif is_high or is_low:
                 name = "trust_region"
             else:
-                name, learns = "tokens", True
+                name = "tokens"
+                learns = True
             counts[name] += 1
         n_trained += learns
     n_tokens = int(inputs.n_sampled.sum())

@@ -42,7 +42,8 @@ def binary_kl(p, q):
 
 
 def slow_ppo(ratio, advantage, delta=math.inf):
-    plain, bound = min(ratio, delta) * advantage, clip(ratio, 0.85, 1.25) * advantage
+    plain = min(ratio, delta) * advantage
+    bound = clip(ratio, 0.85, 1.25) * advantage
     moves = plain <= bound and ratio <= delta
     return -min(plain, bound), -ratio * advantage * moves
 

@@ -44,7 +44,8 @@ def slow_pass_at_k(k, norm):
     def advantages(rewards, lengths):
         sets = sets_of(rewards, k)
         best = [max(rewards[i] for i in each) for each in sets]
-        mean, scale = statistics.mean(best), statistics.pstdev(best) + 1e-6 if norm == "std" else 1
+        mean = statistics.mean(best)
+        scale = statistics.pstdev(best) + 1e-6 if norm == "std" else 1
         of_set = dict(zip(sets, best, strict=True))
         return [(statistics.mean(of_set[s] for s in sets if i in s) - mean) / scale for i in range(len(rewards))]
 
@@ -110,7 +111,9 @@ def test_pass_at_k_of_right_and_wrong_is_the_analytical_solution(n, k):
 
 def test_pkpo_is_an_unbiased_gradient_of_the_best_of_k():
     """The expectation over all groups of 4 draws from 3 answers is the derivative of the mean best of 2."""
-    rewards, logits, k = tensor([0, 1, 3]), tensor([0.2, -0.4, 0.1]).requires_grad_(), 2
+    rewards = tensor([0, 1, 3])
+    logits = tensor([0.2, -0.4, 0.1]).requires_grad_()
+    k = 2
     probabilities = logits.softmax(0)
     best = sum(
         probabilities[i] * probabilities[j] * torch.max(rewards[i], rewards[j]) for i, j in product(range(3), repeat=k)
@@ -226,7 +229,8 @@ def test_options_of_other_methods_are_errors(options, message):
 
 
 def test_estimators_are_called_by_name():
-    rewards, ids = tensor([0, 1, 1, 3]), torch.zeros(4).long()
+    rewards = tensor([0, 1, 1, 3])
+    ids = torch.zeros(4).long()
     tensors = {"rewards": rewards, "rewards_per_func": rewards[:, None], "group_ids": ids, "mask": torch.ones(4, 2)}
     assert_close(estimate_advantages("pkpo(k=2)", **tensors), pkpo(rewards, ids, k=2))
     logps = -torch.rand(4, 2, dtype=torch.float64)

@@ -65,7 +65,8 @@ pytestmark = pytest.mark.gate
 
 
 FOLDERS = tempfile.TemporaryDirectory()
-AUDIO, IMAGE = "qwen2_audio", "qwen2_5_vl"
+AUDIO = "qwen2_audio"
+IMAGE = "qwen2_5_vl"
 STEP = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1, "max_completion_length": 4}
 POLICIES = [TRAINERS[kind] for kind in ("grpo", "rloo", "ppo")]
 
@@ -172,12 +173,14 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
 
 @pytest.mark.parametrize("family", [AUDIO, IMAGE, OMNI])
 def test_evaluation_by_name(family, monkeypatch):
-    folder, seen = checkpoint(family), remembered(monkeypatch)
+    folder = checkpoint(family)
+    seen = remembered(monkeypatch)
     model, processor = load_trained(folder, dtype="float32")
     dataset = rows(family).add_column("solution", ["a bird"] * 4)
     evaluate(model, processor, dataset, accuracy_reward, EvaluationConfig(max_completion_length=2))
     assert_heard(*zip(*seen, strict=True), folder, model)
-    processor.save_pretrained(seen_folder := tempfile.mkdtemp(dir=FOLDERS.name))
+    seen_folder = tempfile.mkdtemp(dir=FOLDERS.name)
+    processor.save_pretrained(seen_folder)
     assert_saved_as_it_was(seen_folder, folder)
 
 
@@ -193,7 +196,8 @@ def judge_class(family: str) -> type:
 
 @pytest.mark.parametrize(("family", "policy"), [(AUDIO, AUDIO), ("gemma3", IMAGE), (OMNI, OMNI)])
 def test_reward_models_by_name(family, policy, tmp_path, monkeypatch):
-    shutil.copytree(checkpoint(family), folder := tmp_path / "judge")
+    folder = tmp_path / "judge"
+    shutil.copytree(checkpoint(family), folder)
     judges = judge_class(family)
     if family == OMNI and Version(hf.__version__) < Version("5.21"):
         pytest.skip("its thinker has no backbone of its own before transformers 5.21")
@@ -232,7 +236,8 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
     assert_saved_as_it_was(tmp_path, folder)
 
     seen = remembered(monkeypatch)
-    processor, critic = load_processor(folder), Critic.from_pretrained(folder, type(actor.base_model))
+    processor = load_processor(folder)
+    critic = Critic.from_pretrained(folder, type(actor.base_model))
     settings = ExperienceConfig("gae", n_samples_per_prompt=2, micro_rollout_batch_size=4, progress=False)
     maker = NaiveExperienceMaker(
         *(actor, critic, None, None, processor.tokenizer, 512, None, settings),
@@ -245,7 +250,8 @@ def test_actors_by_name(family, cls, tmp_path, monkeypatch):
 
 def test_smolvlm_as_it_is_released(tmp_path):
     """Its video settings are among those for images, and its template's call samples frames by them."""
-    shutil.copytree(checkpoint("smolvlm"), folder := tmp_path / "smolvlm")
+    folder = tmp_path / "smolvlm"
+    shutil.copytree(checkpoint("smolvlm"), folder)
     path = folder / "processor_config.json"
     settings = json.loads(path.read_text())
     images = settings["image_processor"]
@@ -300,10 +306,12 @@ def test_saved_with_the_wrong_side(family, tmp_path):
 
 def test_doors_refuse_the_wrong_side(tmp_path):
     processor = hf.AutoProcessor.from_pretrained(checkpoint(AUDIO), padding_side="left")
-    processor.save_pretrained(wrong := tmp_path / "wrong")
+    wrong = tmp_path / "wrong"
+    processor.save_pretrained(wrong)
     model = load(AUDIO)[0]
     model.save_pretrained(wrong)
-    actor, settings = Actor(model, bf16=False), ExperienceConfig()
+    actor = Actor(model, bf16=False)
+    settings = ExperienceConfig()
     doors = [
         lambda: evaluate(model, processor, rows(AUDIO), accuracy_reward),
         lambda: RewardModel(model, processor),
@@ -359,7 +367,8 @@ def test_the_side_of_a_given_tokenizer_does_not_matter(trainer_class, tmp_path):
         return result
 
     for bare in (False, True):
-        left, right = train("left", bare), train("right", bare)
+        left = train("left", bare)
+        right = train("right", bare)
         assert max(value.abs().max() for value in left.update.values()) > 0
         assert relative_difference(left.update, right.update) == 0
 
@@ -376,7 +385,8 @@ def whole_omni(family: str) -> tuple[str, hf.PreTrainedModel]:
 
 def assert_equal_weights(model, expected) -> None:
     assert type(model) is type(expected)
-    weights, others = model.state_dict(), expected.state_dict()
+    weights = model.state_dict()
+    others = expected.state_dict()
     assert weights.keys() == others.keys()
     for name, value in weights.items():
         assert torch.equal(value, others[name]), name
@@ -519,10 +529,8 @@ def test_a_folder_with_a_model_and_its_adapter_answers_as_transformers_has_it(tm
     model = load_model(folder, dtype=torch.float32)
     answers = [row["completions"][0] for row in evaluate(model, processor, asked, length_and_sum, config).rows]
     prompts = [row["prompt"] for row in rows_to_messages(asked)]
-    own, base = (
-        hf.GraniteSpeechForConditionalGeneration.from_pretrained(folder),
-        ALL_FAMILIES["granite_speech"].build()[0],
-    )
+    own = hf.GraniteSpeechForConditionalGeneration.from_pretrained(folder)
+    base = ALL_FAMILIES["granite_speech"].build()[0]
     expected, without = ([answer(each.eval(), processor, prompt) for prompt in prompts] for each in (own, base))
     assert answers == expected
     assert [a == b for a, b in zip(answers, without, strict=True)] == [False, True] * 3
@@ -549,7 +557,8 @@ def test_an_adapter_that_generation_switches_off_is_found(texts, tmp_path):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     dataset = with_media(text_rows(2), "audio", [sound(0.5), None if texts else sound(0.7)])
-    objects, options = {"model": model, "processing_class": processor}, {"max_steps": 1, "self_check": True}
+    objects = {"model": model, "processing_class": processor}
+    options = {"max_steps": 1, "self_check": True}
     trainer = make_trainer(MultimodalGRPOTrainer, "", dataset, tmp_path / "out", objects=objects, **options)
     if texts:
         with pytest.raises(RuntimeError, match="granite_speech can't be trained exactly: .* differ by .* from the mo"):

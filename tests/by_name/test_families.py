@@ -4,6 +4,7 @@
 import base64
 import functools
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test_by_name(name, tmp_path):
     One batch holds prompts with media of different sizes and numbers, and one without. Features, scores, gradients and
     greedy samples equal those of the original model for each completion alone.
     """
-    family, (plain, processor) = ALL_FAMILIES[name], built(name)
+    family = ALL_FAMILIES[name]
+    (plain, processor) = built(name)
     plain.zero_grad()
     chats = family.prompts()
     template = {"chat_template": processor.chat_template} if name == "phi4_multimodal" else None  # it isn't saved
@@ -95,7 +97,8 @@ def test_by_name(name, tmp_path):
     trainer = make_trainer(
         MultimodalGRPOTrainer, name, text_rows(), tmp_path, objects=objects, chat_template_kwargs=template
     )
-    model, policy = trainer.model.eval(), trainer._policy
+    model = trainer.model.eval()
+    policy = trainer._policy
     assert type(model) is type(plain) and type(trainer.processing_class) is type(processor)
     assert model.generation_config.eos_token_id == plain.generation_config.eos_token_id
     chats = [
@@ -125,7 +128,7 @@ def test_by_name(name, tmp_path):
     assert trainer.checks.self_check.media.keys() == set(family.modalities)
     assert min(trainer.checks.self_check.media.values()) > 5e-3
 
-    repeated = [prompt for prompt in prompts for _ in range(G)]
+    repeated = [prompt for prompt, _ in product(prompts, range(G))]
     ids, mask = random_completions(len(repeated))
     weights = torch.randn(2, *ids.shape, generator=torch.Generator().manual_seed(1)) * mask
     expected = torch.zeros(weights.shape)

@@ -71,7 +71,8 @@ def listener():
 
 def test_a_bias_of_logits_is_part_of_the_distribution(listener):
     prompts, ids, mask = completions_of(listener)
-    completions, bias = (prompts, torch.full_like(ids, 60), mask), 2.0
+    completions = (prompts, torch.full_like(ids, 60), mask)
+    bias = 2.0
     with torch.no_grad():
         plain, biased = (
             listener.policy.score(listener.model, ScoreRequest(*completions, packed=False, logit_bias=each)).logps
@@ -82,8 +83,10 @@ def test_a_bias_of_logits_is_part_of_the_distribution(listener):
 
 
 def test_an_engine_that_samples_from_the_policy_is_measured_twice(listener):
-    check, completions = engine_check(listener), completions_of(listener)
-    mask, sampled = completions[2], sampled_by(listener, completions)
+    check = engine_check(listener)
+    completions = completions_of(listener)
+    mask = completions[2]
+    sampled = sampled_by(listener, completions)
     sampled[0, 0] = math.nan  # an engine may not return a token's
     assert not check.run(listener.model, 0, completions, torch.zeros_like(mask), sampled)
     assert check.run(listener.model, 1, completions, mask, sampled)
@@ -115,7 +118,8 @@ def test_an_engine_that_does_not_get_the_weights_raises(make, dtype):
         sampled = sampled_by(listener, completions) if sampled is None else sampled
         return check.run(listener.model, step, completions, completions[2], sampled)
 
-    updated, check = engine_check(listener, dtype), engine_check(listener, dtype)
+    updated = engine_check(listener, dtype)
+    check = engine_check(listener, dtype)
     assert run(updated, 0)
     sampled = sampled_by(listener, completions)
     assert run(check, 0, sampled)
@@ -138,7 +142,8 @@ def ablating(checked):
 
 
 def test_contribution_is_the_mean_difference_without_a_medium(listener):
-    completions, encode = completions_of(listener), ablating(listener)
+    completions = completions_of(listener)
+    encode = ablating(listener)
     prompts, ids, mask = completions
     counts = mask.index_fill(1, torch.tensor([0]), 0)  # not those of a tool
     metrics = media_contribution(listener.policy, listener.model, completions, counts, encode)
@@ -160,7 +165,8 @@ def test_contribution_is_the_mean_difference_without_a_medium(listener):
 def test_contribution_of_each_kind_and_none_of_those_that_are_gone():
     rows = with_media(image_rows(2), "audio", [sound(0.3 + 0.1 * i, seed=i) for i in range(2)])
     both = subject("qwen2_5_omni", rows)
-    completions, encode = completions_of(both), ablating(both)
+    completions = completions_of(both)
+    encode = ablating(both)
     metrics = media_contribution(both.policy, both.model, completions, completions[2], encode)
     kinds = [metrics.pop(f"media/contribution/{kind}") for kind in ("image", "audio")]
     assert metrics == {"media/contribution": pytest.approx(sum(kinds) / 2)} and min(kinds) > 1e-3
@@ -182,7 +188,8 @@ def test_text_has_no_contribution():
 
 def test_contribution_is_a_moving_average_that_a_resumed_run_continues():
     """A single measurement is of a few completions."""
-    checks, name = Checks(PolicyForward(), accelerator=None), "media/contribution"
+    checks = Checks(PolicyForward(), accelerator=None)
+    name = "media/contribution"
     assert checks.smoothed({name: 1.0}) == {name: 1.0}
     assert checks.smoothed({name: 2.0, f"{name}/image": 4.0}) == {name: pytest.approx(1.3), f"{name}/image": 4.0}
     assert checks.smoothed({}) == {}
@@ -202,7 +209,9 @@ def other_sampler(shift: float, length: int = 4):
 
     class Other(Wrapped):
         def __call__(self, model, prompts, *, step, **options):
-            generator, ids, logps = torch.Generator().manual_seed(step), [], []
+            generator = torch.Generator().manual_seed(step)
+            ids = []
+            logps = []
             for prompt in prompts:
                 own = torch.randint(50, 200, (length,), generator=generator)
                 ids.append(own.tolist())

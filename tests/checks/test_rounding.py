@@ -34,7 +34,11 @@ def same_samples():
 
 # Largest logit and that of the token, of confident and of unlikely tokens
 TOKENS = ((25, 24.5), (25, 25), (25, 22), (25, 17.2), (25, 16.1), (30, 20.3))
-N_CHECKS, N_PROMPTS, N_COMPARED, N_REPEATS, N_NEW = 40_000, 2, 4, 10, 4
+N_CHECKS = 40_000
+N_PROMPTS = 2
+N_COMPARED = 4
+N_REPEATS = 10
+N_NEW = 4
 
 
 def evaluations(noise, generator, n=50_000):
@@ -62,7 +66,8 @@ def test_rounding_fails_fewer_than_one_of_ten_thousand_checks(noise, equal_compl
         drawn = drawn[:, :, :, :1].expand_as(drawn) if shared else drawn
         return values[kinds.expand_as(drawn), drawn].flatten(-2)
 
-    truth, compared = draw(1, equal_completions), draw(N_COMPARED, equal_completions)
+    truth = draw(1, equal_completions)
+    compared = draw(N_COMPARED, equal_completions)
     scale = noise_of(draw(N_REPEATS, False))
     differences = compared - truth
     tolerance = two_steps(torch.bfloat16, 25)
@@ -75,7 +80,8 @@ def test_rounding_fails_fewer_than_one_of_ten_thousand_checks(noise, equal_compl
 
 
 def test_one_outlier_passes_and_more_do_not():
-    noise, tolerance = torch.full((8,), 0.1), 0.2
+    noise = torch.full((8,), 0.1)
+    tolerance = 0.2
     differences = torch.zeros(4, 8)
     differences[0, 0] = 1.1
     differences[1, :2] = torch.tensor([-0.7, 0.7])
@@ -102,7 +108,12 @@ def padding(name, change):
 
     def defect(checked, monkeypatch):
         left_pad = forward.left_pad
-        monkeypatch.setattr(forward, "left_pad", lambda *args: (made := left_pad(*args)) | {name: change(made[name])})
+
+        def changed(*args):
+            made = left_pad(*args)
+            return made | {name: change(made[name])}
+
+        monkeypatch.setattr(forward, "left_pad", changed)
 
     return defect
 

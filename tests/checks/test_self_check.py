@@ -265,12 +265,14 @@ def test_sampling_that_fails_falls_back_to_separate_prefills(monkeypatch, caplog
 
 def test_sampling_from_another_distribution_raises():
     drifts = subject("llava", image_rows(2))
-    forward_once, calls = drifts.model.forward, []
+    forward_once = drifts.model.forward
+    calls = []
 
     @functools.wraps(forward_once)
     def drifting(*args, **kwargs):
         output = forward_once(*args, **kwargs)
-        if (cache := kwargs.get(cache_name())) is not None and cache.get_seq_length() > 5:
+        cache = kwargs.get(cache_name())
+        if cache is not None and cache.get_seq_length() > 5:
             calls.append(1)
             output.logits = output.logits + 0.05 * len(calls) * torch.arange(output.logits.size(-1)) / 100
         return output
@@ -329,7 +331,8 @@ def without_backward(model, monkeypatch, *, packed, error=None):
 
 
 def test_a_kernel_without_a_backward_in_packed_rows_falls_back_to_padded(monkeypatch, caplog):
-    model = (checked := subject("llava", image_rows(2))).model
+    checked = subject("llava", image_rows(2))
+    model = checked.model
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     without_backward(model, monkeypatch, packed=True)
@@ -350,7 +353,8 @@ def test_a_model_without_a_backward_raises(monkeypatch):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_and_frozen_weights_have_a_backward(reentrant):
-    model = (checked := subject("qwen2_5_vl", image_rows(2))).model
+    checked = subject("qwen2_5_vl", image_rows(2))
+    model = checked.model
     model.train()
     checkpoint_activations(model, {"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -450,13 +454,14 @@ def test_partners_are_prompts_with_other_grids():
 
 
 def test_choice_has_the_longest_of_each_kind_another_medium_and_partners_of_every_kind():
-    text, long, image, wide, clip = traits = [
+    traits = [
         Traits(0, 0, 30, "", {}),
         Traits(0, 1, 40, "", {}),
         Traits(1, 0, 20, "a", {"image": 1.0}),
         Traits(1, 1, 10, "b", {"image": 2.0}),
         Traits(1, 2, 15, "c", {"audio": 1.0}),
     ]
+    text, long, image, wide, clip = traits
     assert choose_prompts(traits) == ([image, clip, long], {"image": wide}, [wide, clip, text])
     assert choose_prompts([text]) == ([text], {}, [])
     same = Traits(0, 2, 5, "a", {"image": 1.0})
@@ -479,7 +484,8 @@ def test_a_failure_names_the_model_and_the_reason():
 
 
 def test_a_check_leaves_modes_checkpointing_and_random_numbers():
-    model = (checked := subject("qwen2_audio", audio_rows(2))).model
+    checked = subject("qwen2_audio", audio_rows(2))
+    model = checked.model
     model.train()
     checkpoint_activations(model, {"use_reentrant": False})
 
@@ -487,7 +493,8 @@ def test_a_check_leaves_modes_checkpointing_and_random_numbers():
         flags = {name: vars(part).get("gradient_checkpointing") for name, part in model.named_modules()}
         return flags, {name: part.training for name, part in model.named_modules()}, torch.get_rng_state().tolist()
 
-    before, seen = state(), []
+    before = state()
+    seen = []
     model.register_forward_pre_hook(lambda module, args: seen.append((module.training, torch.is_grad_enabled())))
     layer = model.get_decoder().layers[0]
     layer.register_forward_pre_hook(lambda module, args: seen.append(layer.gradient_checkpointing))
@@ -594,7 +601,8 @@ def test_rows_with_answers_are_checked_on_their_media(kind, tmp_path, capsys):
     trainer().train()
     printed = capsys.readouterr().out
     assert len(re.findall("features vs. processor +0e|effect of another image +0.[0-9]", printed)) == 2
-    blind, other = trainer(), trainer()
+    blind = trainer()
+    other = trainer()
     for parameter in blind.model.get_encoder(modality="image").merger.parameters():
         torch.nn.init.zeros_(parameter)
     other.processing_class.image_processor.image_mean = [0.1] * 3

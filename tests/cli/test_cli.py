@@ -426,7 +426,8 @@ for _ in tqdm(range(2)):
 def test_tracebacks_of_launched_processes(tmp_path):
     """A reward function's own frames alone, and on request the whole traceback, without accelerate's."""
     mine = ["--prompt", "{question}", "--reward_funcs", "mine.broken"]
-    asked, broken = launched(1, tmp_path, "--debug"), launched(1, tmp_path, *mine)
+    asked = launched(1, tmp_path, "--debug")
+    broken = launched(1, tmp_path, *mine)
     whole = launched(1, tmp_path, *mine, "--debug")
     for run, line in ((asked, "ValueError: `train_dataset` has no column"), (whole, "KeyError: 'gone'")):
         assert run.returncode == 1 and f"\n{line}" in run.stderr
@@ -474,7 +475,8 @@ def test_signalled_run_ends_with_a_checkpoint_without_traceback(n_processes, num
     `test_signalled_to_end` in `distributed/test_killed.py`.
     """
     more = ["--max_steps", "10000", "--disable_tqdm", "--prompt", "{question}", "--reward_funcs", "mine.length"]
-    command, shown = run_of(n_processes, tmp_path, *more), []
+    command = run_of(n_processes, tmp_path, *more)
+    shown = []
     if launcher == "accelerate":
         command = by_accelerate(command, n_processes)
     pipes: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -85,7 +85,9 @@ def truth(rows, **options):
     """Computes the report with the trainers' functions and the whole model."""
     model, processor = load("qwen2_audio")
     ids = placeholder_token_ids(model, processor)["audio"]
-    lengths, tokens, failed = {}, {}, {}
+    lengths = {}
+    tokens = {}
+    failed = {}
     for i, row in enumerate(DatasetRows(rows)):
         try:
             prompt = rows_to_messages([row])[0]["prompt"]
@@ -450,9 +452,11 @@ SOUNDS |= {"webm": ("webm", "libopus"), "opus": ("ogg", "libopus"), "mkv": ("mat
 def test_seconds_are_those_of_the_sound(ending, tmp_path):
     samples = audio(3.0)["audio"].astype(np.float32)
     if ending in SOUNDS:
-        (path := tmp_path / f"sound.{ending}").write_bytes(sound_by_ffmpeg(samples[:, None], RATE, *SOUNDS[ending]))
+        path = tmp_path / f"sound.{ending}"
+        path.write_bytes(sound_by_ffmpeg(samples[:, None], RATE, *SOUNDS[ending]))
     else:
-        soundfile.write(path := tmp_path / f"sound.{ending}", samples, RATE)
+        path = tmp_path / f"sound.{ending}"
+        soundfile.write(path, samples, RATE)
     with av.open(str(path)) as container:
         seconds = float(sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0)))
     ref = MediaRef("audio", str(path), {}, "audio", 0)

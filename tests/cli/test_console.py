@@ -83,7 +83,8 @@ step #/# | trained in # s
 
 
 def test_what_a_run_shows(tmp_path, capsys):
-    rows, held_out = audio_rows(4).add_column("solution", ["a bird"] * 4), audio_rows(1)
+    rows = audio_rows(4).add_column("solution", ["a bird"] * 4)
+    held_out = audio_rows(1)
     options = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": False}
     options |= {"per_device_eval_batch_size": 4, "gradient_checkpointing": True, **AS_SHIPPED}
     with warnings.catch_warnings():
@@ -103,9 +104,12 @@ def test_what_a_run_shows(tmp_path, capsys):
 def test_what_a_trainer_says_of_itself(name, tmp_path):
     trainer_class = house.trainers()[name]
     about = [f"model: Qwen2AudioForConditionalGeneration {saved('qwen2_audio')}", "rows: 4", "steps: 3 epochs"]
-    rows, objects, reward = audio_rows(4), {}, None
+    rows = audio_rows(4)
+    objects = {}
+    reward = None
     if name in ("GRPO", "RLOO", "PPO"):
-        about[2:2], reward = ["rewards: length_and_sum"], length_and_sum
+        about[2:2] = ["rewards: length_and_sum"]
+        reward = length_and_sum
     elif name == "Distillation":
         objects = {"teacher_model": load("qwen2_audio")[0]}
     elif name == "Reward":
@@ -121,7 +125,8 @@ def test_what_a_trainer_says_of_itself(name, tmp_path):
     assert repr(trainer) == f"{trainer_class.__name__}({'; '.join(about)})"
     trainer.args.max_steps = 1200
     trainer.train_dataset = Dataset.from_list([{"prompt": "What?"}]).to_iterable_dataset()
-    about[1], about[-1] = "rows: a stream", "steps: 1,200"
+    about[1] = "rows: a stream"
+    about[-1] = "steps: 1,200"
     assert repr(trainer) == f"{trainer_class.__name__}({'; '.join(about)})"
     assert repr(trainer_class.__new__(trainer_class)).startswith("<")  # before its constructor
 
@@ -130,7 +135,8 @@ def test_parts_add_up():
     model = load("qwen2_5_omni")[0]
     [visual] = [module for name, module in model.named_modules() if name.split(".")[-1] == "visual"]
     visual.requires_grad_(False)
-    parts, head = count_parts(model), model.lm_head.weight.numel()
+    parts = count_parts(model)
+    head = model.lm_head.weight.numel()
     assert list(parts) == ["vision_tower", "audio_tower", "projector", "language_model"]
     assert sum(total for total, _ in parts.values()) == sum(p.numel() for p in model.parameters())
     assert parts["vision_tower"][1] == 0 < parts["audio_tower"][1]
@@ -160,7 +166,8 @@ def test_placeholders_of_a_prompt(family, row, expected):
         row = {"audio": {"array": row["audio"], "sampling_rate": RATE}}
     (placed,) = rows_to_messages([{"prompt": [{"role": "user", "content": "What is it?"}], **row}])
     encoded = encode_prompt(placed["prompt"], processor, model)
-    placeholders, media = placeholder_token_ids(model, processor), media_descriptions(placed["prompt"])
+    placeholders = placeholder_token_ids(model, processor)
+    media = media_descriptions(placed["prompt"])
     text = prompt_text(encoded.input_ids.tolist(), processor.tokenizer, placeholders, media)
     assert re.search(expected, text, re.DOTALL), text
     kinds = re.findall(r"<(image|audio|video): (\d+) tokens, ", text)
@@ -332,7 +339,8 @@ def test_interrupted_run_says_how_to_resume(given, capsys, caplog, monkeypatch):
     assert "resume" not in options and (options["max_steps"], options["reward_funcs"]) == (3, ["accuracy_reward"])
     assert not Path("out/run-1.yaml").exists()
 
-    card, runs = Path("out/README.md").read_text(), Path("out/run.yaml").read_bytes()
+    card = Path("out/README.md").read_text()
+    runs = Path("out/run.yaml").read_bytes()
     assert "columns `audio`" in card
     start(grpo, "--config", "out/run.yaml", "--resume_from_checkpoint", "True")
     assert Path("out/README.md").read_text() == card

@@ -103,7 +103,8 @@ def test_command_line_is_read_as_by_trl(script):
     """Covers each option with a value, and each switch off."""
     words = []
     for option in options(script.ARGUMENTS):
-        name, kind = option["name"], option["type"]
+        name = option["name"]
+        kind = option["type"]
         if name in ("parallelism_config", "liger_kernel_config", "debug", "datasets"):
             continue
         value = {"int": "3", "float": "0.25", "bool": str(not option["default"]), "str": "x"}.get(kind)
@@ -195,7 +196,8 @@ def test_system_prompt_before_prompts(prompt, expected, kind):
 
 @pytest.mark.parametrize("kind", ["dataset", "stream"])
 def test_system_prompt_before_what_a_teacher_reads(kind):
-    user, own = {"role": "user", "content": "It is a cat."}, {"role": "system", "content": "You know."}
+    user = {"role": "user", "content": "It is a cat."}
+    own = {"role": "system", "content": "You know."}
     dataset = Dataset.from_dict({"prompt": ["What?"] * 3, "teacher_prompt": [[user], [own, user], None]})
     made = prompted(dataset if kind == "dataset" else dataset.to_iterable_dataset(), system_prompt="Be brief.")
     assert [row["teacher_prompt"] for row in read(made)] == [[SYSTEM, user], [own, user], None]

@@ -119,7 +119,8 @@ def dpo_resumed(folder):
 
 def dpo_skipped(folder):
     """One row is unreadable, and another one on the second rank alone. Evaluation leaves both out."""
-    state, rows = start(), pairs()[:8]
+    state = start()
+    rows = pairs()[:8]
     own = folder / f"images-{state.process_index}"
     own.mkdir(parents=True)
     for i, row in enumerate(rows):
@@ -178,7 +179,8 @@ reward_resumed = partial(resumed_with, reward_pairs)
 
 def rewarded_by_models(folder):
     """By a reward model and an adapter of one, each by its name."""
-    state, (model, processor) = start(), FAMILIES["qwen2_5_vl"].build()
+    state = start()
+    (model, processor) = FAMILIES["qwen2_5_vl"].build()
     names = [str(folder / each) for each in ("base", "whole", "adapter")]
     if state.is_main_process:
         model.save_pretrained(names[0])

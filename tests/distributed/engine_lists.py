@@ -7,7 +7,10 @@ can break: where weights are gathered and gradients reduced, and what the packag
 that of `test_launch_configs.py`: no module of the package tells it from ZeRO-2.
 """
 
-DDP, FSDP2, ZERO2, ZERO3 = ["ddp", "fsdp2", "zero2", "zero3"]
+DDP = "ddp"
+FSDP2 = "fsdp2"
+ZERO2 = "zero2"
+ZERO3 = "zero3"
 SHARDED = [FSDP2, ZERO3]  # those that shard weights
 PARTS = [FSDP2, ZERO2, ZERO3]  # those that shard anything
 

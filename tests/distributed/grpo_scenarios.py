@@ -60,7 +60,8 @@ def skipped_rows(folder):
     Both groups that straddle two ranks have skipped rows: one row is unreadable, the other is missing on the second
     rank. Evaluation skips both groups.
     """
-    state, rows = start(), image_rows()
+    state = start()
+    rows = image_rows()
     own = folder / f"images-{state.process_index}"
     own.mkdir(parents=True)
     for i, row in enumerate(rows):
@@ -79,7 +80,8 @@ def skipped_rows(folder):
         return [float(each) for each in number]
 
     trainer.reward_funcs = [number]
-    data, evaluations = Dataset.from_list([{**row, "number": i} for i, row in enumerate(rows)]), []
+    data = Dataset.from_list([{**row, "number": i} for i, row in enumerate(rows)])
+    evaluations = []
     for _ in range(2):
         evaluated.clear()
         trainer.model.train()  # as between steps
@@ -285,7 +287,8 @@ balanced_token_weights = functools.partial(balanced, loss_view=WEIGHTS)
 class BreakingTrainer(InjectingTrainer):
     """In some steps, the first micro-batch of rank 0 has a non-finite gradient."""
 
-    n_given, broken = 3, (1,)
+    n_given = 3
+    broken = (1,)
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
@@ -417,7 +420,8 @@ class ExchangingTrainer(RecordingTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.batches, self.drawn = [], []
+        self.batches = []
+        self.drawn = []
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -496,7 +500,8 @@ def resumed_reference(folder):
     options |= {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 2}
     saving = {"save_strategy": "steps", "save_steps": 1}
     checkpoint = folder / "straight/output/checkpoint-1"
-    trainers, updates = [], []
+    trainers = []
+    updates = []
     for name, own in (("straight", saving), ("again", {"checkpoint": checkpoint})):
         trainer, result = train(folder / name, "qwen2_5_vl", image_rows(), 2 * GROUP, **options, **own)
         PartialState().wait_for_everyone()

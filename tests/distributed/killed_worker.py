@@ -94,7 +94,8 @@ class Mortal:
     def _ask(self, moment: str) -> None:
         own = {"moment": moment, "step": self.state.global_step, "rank": self.accelerator.process_index}
         if self.request is not None and self.request | own == self.request:
-            signals, self.request = self.request["signals"], None
+            signals = self.request["signals"]
+            self.request = None
             for name in signals:
                 if name == "SIGTERM to all":  # a launcher sends it, not the parent of the workers
                     command = ["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"]
@@ -146,7 +147,8 @@ class Mortal:
 
 def die_while_moving(name: str, point: str) -> None:
     """Schedules the death before the rename that publishes a checkpoint, or at a later operation."""
-    moved, deletions = False, 0
+    moved = False
+    deletions = 0
 
     def watch(event, args):
         nonlocal moved, deletions
@@ -178,7 +180,8 @@ def train(job: dict) -> None:
     Trains from the checkpoint that the job names, or else from the last one if it exists. Writes the final state of
     this process.
     """
-    rank, output = int(os.environ.get("RANK", 0)), Path(job["output"])
+    rank = int(os.environ.get("RANK", 0))
+    output = Path(job["output"])
     options = {**OPTIONS[job["algorithm"]], **job["options"]}
     if job["processes"] > 1:
         switch = "ACCELERATE_USE_DEEPSPEED" if job["engine"] == "zero2" else "ACCELERATE_USE_CPU"
@@ -193,7 +196,8 @@ def train(job: dict) -> None:
     trainer = make_trainer(TRAINERS[job["algorithm"]], "qwen2_audio", rows, output, objects=objects, **options)
     if job["algorithm"] == "ahead":
         trainer.sampler = Ahead(trainer, send=partial(ask, options["vllm_server_base_url"]))
-    trainer.death, trainer.request = job["death"], job["request"]
+    trainer.death = job["death"]
+    trainer.request = job["request"]
     trainer.resumed = Path(job["folder"], f"resumed-{rank}.json")
     checkpoint = output.is_dir() and get_last_checkpoint(output) is not None
     trainer.train(resume_from_checkpoint=str(output / job["resume"]) if job["resume"] else checkpoint)
@@ -278,7 +282,8 @@ def differing_files(a: Path, b: Path) -> list[str]:
 
 def inspect(job: dict) -> None:
     """Compares each checkpoint with the baseline's, and the final states if the job names their folder."""
-    output, straight = Path(job["output"]), Path(job["straight"])
+    output = Path(job["output"])
+    straight = Path(job["straight"])
     folders = [path for path in sorted(output.iterdir()) if path.is_dir()] if output.is_dir() else []
     last = get_last_checkpoint(output) if folders else None
     found = {"last": last and Path(last).name, "checkpoints": {}, "others": [], "final": []}

@@ -18,7 +18,10 @@ class Run:
     """Runs scenarios of `worker.py` in the background."""
 
     def __init__(self, engine: str, processes: int, scenarios: list[str], folder: Path, device: str = "cpu"):
-        self.engine, self.processes, self.scenarios, self.folder = engine, processes, scenarios, folder
+        self.engine = engine
+        self.processes = processes
+        self.scenarios = scenarios
+        self.folder = folder
         self._shown = False  # whether the log was
         folder.mkdir()
         splits = processes > 1 or (device == "cuda" and engine != "ddp")
@@ -54,7 +57,8 @@ class Run:
             for rank in range(self.processes)
         ]
         places = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(unfinished))
-        log, self._shown = "" if self._shown else (self.folder / "log.txt").read_text(errors="replace"), True
+        log = "" if self._shown else (self.folder / "log.txt").read_text(errors="replace")
+        self._shown = True
         where = f"{self.engine}: {outcome}, {places}"
         pytest.fail(f"{where}\n{log[-20_000:]}\n{where}", pytrace=False)
 

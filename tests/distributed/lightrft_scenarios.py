@@ -139,13 +139,16 @@ def actor_in_parts(folder):
     import deepspeed
     from lightrft import test_actors
 
-    state, config = start(), {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    state = start()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     ((batch, expected),) = test_actors.cases("qwen2_audio")
-    path, whole = FAMILIES["qwen2_audio"].save(folder / "model"), test_actors.make("qwen2_audio")
+    path = FAMILIES["qwen2_audio"].save(folder / "model")
+    whole = test_actors.make("qwen2_audio")
     state.wait_for_everyone()  # only rank 0 writes
     options = {"temperature": test_actors.TEMPERATURE, "packing_samples": True}
     actor = ActorAL(str(path), bf16=False, ds_config=config, **options)
-    numbers, held = test_actors.counted(actor), sum(p.numel() for p in actor.parameters())
+    numbers = test_actors.counted(actor)
+    held = sum(p.numel() for p in actor.parameters())
     engine, *_ = deepspeed.initialize(model=actor, config=config)
     with torch.no_grad():
         logps = [batch.score(engine), batch.score_packed(engine).view(expected.shape)]

@@ -38,7 +38,8 @@ class MixedTrainer(MultimodalGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.sampler = Mixed(self)
         self.forwards = []
-        self._add_dummies, self._policy._with_dummies = self._policy._with_dummies, self._watched
+        self._add_dummies = self._policy._with_dummies
+        self._policy._with_dummies = self._watched
 
     def _watched(self, model, completions, *args, **options):
         padded = self._add_dummies(model, completions, *args, **options)

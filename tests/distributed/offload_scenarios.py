@@ -26,7 +26,8 @@ class Counts(Wrapped):
                 parameter.data = parameter.data.clone()  # which is mapped from its file, as none on a GPU is
 
     def __call__(self, model, prompts, **options):
-        trainer, optimizer = self.trainer, self.trainer.optimizer
+        trainer = self.trainer
+        optimizer = self.trainer.optimizer
         critic = [] if getattr(trainer, "critic", None) is None else [*weights(trainer.critic)]
         ids = set(map(id, critic))
         tensors = {

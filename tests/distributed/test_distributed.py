@@ -2,6 +2,7 @@
 """Two ranks train like one process with DDP, FSDP2 and DeepSpeed's ZeRO-2 and 3. ZeRO-1: `test_launch_configs.py`."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ ONE_MICRO_BATCH += ["own_estimator", *VIEWS, "papo_without_media"]
 
 PPO = ["ppo_images", "ppo_shared_trunk", "ppo_adapter", "ppo_parts"]
 PPO_METRICS = "loss grad_norm learning_rate value_learning_rate kl kl_coef shaped_reward explained_variance".split()
-PPO_METRICS += [f"{name}/{statistic}" for name in ("values", "returns", "advantages") for statistic in ("mean", "std")]
+PPO_METRICS += [
+    f"{name}/{statistic}" for name, statistic in product(("values", "returns", "advantages"), ("mean", "std"))
+]
 PPO_MICRO_BATCHES = "policy_loss value_loss value_clip_ratio approx_kl ratio/mean ratio/max entropy".split()
 
 
@@ -66,15 +69,22 @@ class Runs:
     """One launch of two processes per engine, and one of a single process as their baseline."""
 
     def __init__(self, scenarios, folder):
-        self.scenarios, self.folder = scenarios, folder
-        self._runs, self._results = {}, {}
+        self.scenarios = scenarios
+        self.folder = folder
+        self._runs = {}
+        self._results = {}
 
     def results(self, name):
         if name.startswith("zero"):
             pytest.importorskip("deepspeed")
         for each in ("one", name):  # in parallel
             if each in self.scenarios and each not in self._runs:
-                engine, n = ("ddp", 1) if each == "one" else (each, 2)
+                if each == "one":
+                    engine = "ddp"
+                    n = 1
+                else:
+                    engine = each
+                    n = 2
                 self._runs[each] = Run(engine, n, self.scenarios[each], self.folder / each)
         if name not in self._results:
             self._results[name] = self._runs[name].results()
@@ -186,7 +196,12 @@ def test_conversations_train_as_in_one_process(two, one, scenario):
     turns = [f"rewards/by_turn/turn_{i}" for i in range(1, 5)] if scenario == "rewarded_turns" else []
     names = ["call_frequency", "failure_frequency", "ended_by_turns", "environment_failures"]
     assert_same_metrics(two, one, ["loss", *(f"tools/{name}" for name in names), *turns])
-    n_calls, n_failures = (4, 4) if scenario == "lost_environments" else (7, 0)
+    if scenario == "lost_environments":
+        n_calls = 4
+        n_failures = 4
+    else:
+        n_calls = 7
+        n_failures = 0
     assert two[0]["steps"][0]["tools/call_frequency"] == n_calls / (12 if turns else 8)
     assert two[0]["steps"][0]["tools/environment_failures"] == n_failures
     assert all(name in two[0]["steps"][0] for name in turns)
@@ -420,8 +435,10 @@ def test_shards_are_resumed_by_another_number_of_processes(tmp_path):
 def test_replicated_shards_train_as_one_process(tmp_path):
     """Four processes, of which two pairs hold the shards; checkpoints, too, are those of one pair."""
     scenarios = ["resumed_reference"]
-    four, one = Run("hsdp", 4, scenarios, tmp_path / "four"), Run("ddp", 1, scenarios, tmp_path / "one")
-    (ranks,), ((single,),) = four.results().values(), one.results().values()
+    four = Run("hsdp", 4, scenarios, tmp_path / "four")
+    one = Run("ddp", 1, scenarios, tmp_path / "one")
+    (ranks,) = four.results().values()
+    ((single,),) = one.results().values()
     assert all(rank["sharded"] and rank["otherwise"] == [] for rank in ranks)
     for rank in ranks[1:]:
         assert_same_ranks([ranks[0], rank], least=0.01)
@@ -643,7 +660,7 @@ def test_reward_models_by_name_score_as_in_one_process(engine, two, one):
     """One of them is an adapter."""
     assert_same_ranks(two)
     assert_same_metrics(
-        two, one, [f"rewards/{name}/{each}" for name in ("whole", "adapter") for each in ("mean", "std")]
+        two, one, [f"rewards/{name}/{each}" for name, each in product(("whole", "adapter"), ("mean", "std"))]
     )
 
 

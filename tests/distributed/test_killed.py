@@ -85,13 +85,15 @@ class Processes:
     """The forked processes of a job."""
 
     def __init__(self, worker: Worker, job: dict):
-        self._worker, self.folder = worker, Path(job["folder"])
+        self._worker = worker
+        self.folder = Path(job["folder"])
         self.ids = worker.ask(start=job)
         self._codes: dict[int, int] = {}
 
     def ended(self) -> int:
         for pid in self.ids:
-            if pid not in self._codes and (code := self._worker.ask(reap=pid)) is not None:
+            code = None if pid in self._codes else self._worker.ask(reap=pid)
+            if code is not None:
                 self._codes[pid] = code
         return len(self._codes)
 
@@ -142,8 +144,12 @@ class Restarted:
     """A run that restarts after each kill."""
 
     def __init__(self, worker: Worker, name: str, folder: Path, seed: int, **options):
-        self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
-        self.straight, self.options = worker.straight(name, **options), {"save_total_limit": KEPT, **options}
+        self.worker = worker
+        self.name = name
+        self.folder = folder
+        self.output = folder / "output"
+        self.straight = worker.straight(name, **options)
+        self.options = {"save_total_limit": KEPT, **options}
         self.random = random.Random(seed)
         self.story = [f"seed {seed}"]  # for the message of a failure
         self.n_starts = 0
@@ -166,7 +172,8 @@ class Restarted:
             expected = {"checkpoint": resumed, "step": int(resumed.split("-")[1]) if resumed else 0}
             assert json.loads(file.read_text()) == expected, where
         assert "has changed since" not in processes.logs(), where  # every process sees the same dataset
-        folder, final = self.folder / f"inspected-{self.n_starts}", processes.folder if is_over else None
+        folder = self.folder / f"inspected-{self.n_starts}"
+        final = processes.folder if is_over else None
         found = inspect(self.worker, folder, self.output, self.straight, final)
         assert not any(found["checkpoints"].values()), f"{where}: {found}"
         assert set(found["others"]) <= {PARTIAL}, f"{where}: {found}"
@@ -207,7 +214,8 @@ class Restarted:
     def ends(self) -> dict:
         """Runs to the end."""
         self.story.append("left alone")
-        expected, processes = self.last, self.start()
+        expected = self.last
+        processes = self.start()
         assert set(processes.wait()) == {0}, f"{self.story}\n{processes.logs()}"
         return self.check(processes, expected, is_over=True)
 
@@ -229,7 +237,8 @@ def case(request):
 
 
 def test_uninterrupted_run_has_something_to_lose(worker, case):
-    folder, last = worker.straight(case), last_of(case)
+    folder = worker.straight(case)
+    last = last_of(case)
     checkpoints = [folder / "output" / f"checkpoint-{step}" for step in (1, last)]
     weights = [load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -288,7 +297,8 @@ def test_killed_while_it_writes_shards(worker, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["zero2"], indirect=True)
 def test_killed_at_random(worker, case, tmp_path):
-    seed, last = random.randrange(2**32), last_of(case)
+    seed = random.randrange(2**32)
+    last = last_of(case)
     run = Restarted(worker, case, tmp_path, seed)
     saved = [run.straight / "output" / f"checkpoint-{step}" for step in (1, last)]
     of_a_step = (saved[1].stat().st_mtime - saved[0].stat().st_mtime) / (last - 1)
@@ -316,8 +326,11 @@ def test_killed_at_random(worker, case, tmp_path):
 @pytest.mark.slow
 def test_killed_while_a_server_samples_ahead(worker, tmp_path):
     """Some requests fail, too: once, so that they are asked again, or with the whole server."""
-    seed, n_kills, runs = random.randrange(2**32), 0, []
-    chance, server = random.Random(seed), FakeServer({"model": "served"}, unit=0.05, slots=8)
+    seed = random.randrange(2**32)
+    n_kills = 0
+    runs = []
+    chance = random.Random(seed)
+    server = FakeServer({"model": "served"}, unit=0.05, slots=8)
     try:
         options = {"vllm_server_base_url": server.url}
         folder = worker.straight("ahead", **options)
@@ -326,7 +339,8 @@ def test_killed_while_a_server_samples_ahead(worker, tmp_path):
         of_a_step = (saved[1].stat().st_mtime - saved[0].stat().st_mtime) / (LAST - 1)
         while n_kills < KILLS:
             runs.append(Restarted(worker, "ahead", tmp_path / f"run-{len(runs)}", seed + len(runs), **options))
-            goes_on, run = True, runs[-1]
+            goes_on = True
+            run = runs[-1]
             while goes_on and n_kills < KILLS:
                 server.fault(chance.choice(["drop", "error", "slow", "die"]), chance.randrange(6), seconds=0.2)
                 before = run.step()
@@ -350,7 +364,10 @@ class Asked:
     """A run that receives a signal, saves only the resulting checkpoint, and restarts."""
 
     def __init__(self, worker: Worker, name: str, folder: Path):
-        self.worker, self.name, self.folder, self.output = worker, name, folder, folder / "output"
+        self.worker = worker
+        self.name = name
+        self.folder = folder
+        self.output = folder / "output"
 
     def start(self, *signals: str, options: dict | None = None, **request) -> Processes:
         """Starts the run. The process `rank` gets the signals at the `moment` after `step` steps."""
@@ -374,7 +391,8 @@ class Asked:
     indirect=True,
 )
 def test_signalled_to_end(worker, case, tmp_path):
-    run, other = Asked(worker, case, tmp_path), CASES[case]["processes"] - 1
+    run = Asked(worker, case, tmp_path)
+    other = CASES[case]["processes"] - 1
     expected = []
     moments = [
         ("sampled", 0, "SIGTERM"),

@@ -143,7 +143,8 @@ def test_fields_reach_the_plugin(name, monkeypatch):
         plugin = DeepSpeedPlugin()
         assert {field: getattr(plugin, field) for field in IN_PLUGIN[name]} == IN_PLUGIN[name]
         return
-    plugin, parallelism = FullyShardedDataParallelPlugin(), ParallelismConfig()
+    plugin = FullyShardedDataParallelPlugin()
+    parallelism = ParallelismConfig()
     assert (environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true") == (name == "hsdp")
     assert IN_PLUGIN[name] == {
         "fsdp_version": plugin.fsdp_version,
@@ -165,7 +166,8 @@ class Outcome:
     """Results of a training run."""
 
     def __init__(self, folder: Path, output: str, reports: list[dict]):
-        self.folder, self.output = folder, output
+        self.folder = folder
+        self.output = output
         self.reports = sorted(reports, key=lambda facts: facts["process"])
 
     @property
@@ -205,7 +207,8 @@ def launch(name, folder, script_options, launcher_options=(), environment=CPU, m
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "cpu_site"), os.environ.get("PYTHONPATH", "")]),
         **environment,
     }
-    processes, logs = [], [folder / f"log{i}.txt" for i in range(len(machines))]
+    processes = []
+    logs = [folder / f"log{i}.txt" for i in range(len(machines))]
     try:
         for log, machine_options in zip(logs, machines, strict=True):
             command = [
@@ -273,7 +276,8 @@ def assert_trained(outcome, given, processes, machines=1, **facts):
 def assert_trained_alike(outcome, other, given, frozen=()):
     for key in ("loss", "grad_norm", "reward", "reward_std", "entropy", "num_tokens"):
         assert [step[key] for step in outcome.steps] == pytest.approx([step[key] for step in other.steps], rel=1e-3)
-    weights, others = outcome.weights(), other.weights()
+    weights = outcome.weights()
+    others = other.weights()
     before = Qwen2AudioForConditionalGeneration.from_pretrained(given / "model").state_dict()
     assert weights.keys() == others.keys()
     assert difference(weights, others, frozen) <= 1e-2 * difference(others, before)
@@ -393,7 +397,8 @@ def test_launches_that_become_independent_runs(name, remedy, given, tmp_path):
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_ranks_that_share_rows_are_refused(kind, monkeypatch, tmp_path):
     """Before the model is loaded: there is none of this name."""
-    config_class, objects = CONFIGS[kind], {"train_dataset": text_rows()}
+    config_class = CONFIGS[kind]
+    objects = {"train_dataset": text_rows()}
     if kind == "distillation":
         objects["teacher_model"] = load("qwen2_5_vl")[0]
     elif kind not in ("sft", "dpo", "kto", "reward"):

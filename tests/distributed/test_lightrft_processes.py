@@ -23,7 +23,12 @@ def results(tmp_path_factory):
     def results(name: str) -> dict[str, list[dict]]:
         if name.startswith("zero"):
             pytest.importorskip("deepspeed")
-        engine, n = ("ddp", 1) if name == "one" else (name, 2)
+        if name == "one":
+            engine = "ddp"
+            n = 1
+        else:
+            engine = name
+            n = 2
         return Run(engine, n, SCENARIOS[name], tmp_path_factory.mktemp("runs") / name).results()
 
     return functools.cache(results)
@@ -31,7 +36,8 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize(("engine", "kind"), [(engine, kind) for engine, kinds in FITS.items() for kind in kinds])
 def test_two_processes_train_as_one(engine, kind, results):
-    (first, second), (alone,) = results(engine)[f"fit_{kind}"], results("one")[f"fit_{kind}"]
+    (first, second) = results(engine)[f"fit_{kind}"]
+    (alone,) = results("one")[f"fit_{kind}"]
     assert first["seed"] != second["seed"]  # they must sample differently
     parts = [
         {name: value for name, value in alone["update"].items() if name.split(".")[0] == part}

@@ -65,7 +65,8 @@ def test_processes_with_different_media_train_as_one_process(engine, one_process
     refused = REFUSED.get(engine, [])
     two = Run(engine, 2, [*names, *refused], tmp_path / "two")
     try:
-        results, alone = two.results(), one_process.results()
+        results = two.results()
+        alone = one_process.results()
     finally:
         two.stop()
     for name in refused:

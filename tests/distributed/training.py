@@ -27,7 +27,9 @@ from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
-ENGINE, FOLDER, SCENARIOS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+ENGINE = sys.argv[1]
+FOLDER = Path(sys.argv[2])
+SCENARIOS = sys.argv[3:]
 ON_CPU = os.environ.get("TESTS_DEVICE", "cpu") == "cpu"
 SHARES_GPU = not ON_CPU and int(os.environ.get("WORLD_SIZE", 1)) > 1  # NCCL refuses this
 if SHARES_GPU:
@@ -229,7 +231,8 @@ def synced(trainer):
         def _init_vllm(self):
             pass
 
-    given, counts = [], []
+    given = []
+    counts = []
     engine = Engine(model=trainer.model, accelerator=trainer.accelerator, processing_class=None)
     for loop in (Engine._iter_fsdp2_params, VLLMGeneration._iter_fsdp2_params):
         Engine._iter_fsdp2_params = loop

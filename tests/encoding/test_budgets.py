@@ -78,7 +78,8 @@ def test_sizes_are_within_the_budget():
 def test_multiples_are_those_to_which_processors_round():
     rng = np.random.default_rng(1)
     for height, width in rng.integers(100, 1500, (300, 2)).tolist():
-        least, most = 56 * 56 * 30, 56 * 56 * 150
+        least = 56 * 56 * 30
+        most = 56 * 56 * 150
         size = budgeted_size(height, width, {"min_pixels": least, "max_pixels": most}, 28)
         expected = smart_resize(height, width, 28, least, most)
         assert size == expected or (size == (height, width) and smart_resize(*size, 28, 1, 1e9) == expected)
@@ -164,7 +165,8 @@ FILM = "H.264"
 def clip(tmp_path_factory):
     """Returns a path and FFmpeg's 60 frames of six seconds."""
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
-    path.write_bytes(data := clips.encoded(FILM))
+    data = clips.encoded(FILM)
+    path.write_bytes(data)
     return str(path), clips.shown(data)
 
 
@@ -289,7 +291,8 @@ def list_of_frames(files):
 
 def own_rule_for_frames(files):
     model, processor = ALL_FAMILIES["internvl"].build()
-    processor.video_processor.do_sample_frames, processor.video_processor.num_frames = True, 10
+    processor.video_processor.do_sample_frames = True
+    processor.video_processor.num_frames = 10
 
     def frames(**budgets):
         [row] = rows_to_messages(
@@ -343,8 +346,10 @@ def long_sounds(files):
 
 
 def reward_models(files):
-    reward, seen = RewardModel.__new__(RewardModel), []
-    reward.model, reward.batch_size = load("qwen2_5_vl")[0], 1
+    reward = RewardModel.__new__(RewardModel)
+    seen = []
+    reward.model = load("qwen2_5_vl")[0]
+    reward.batch_size = 1
     reward.config = reward.model.config
     reward._encode_batch = lambda prompts, completions: seen.extend(iter_refs(prompts[0])) or ({}, [])
     rules = MediaRules(max_pixels=4000, max_frames=2, use_audio_in_video=True, max_image_pixels=16_001)
@@ -394,7 +399,8 @@ def largest(dataset, kind, tmp_path, **options) -> int:
     seen = []
 
     def spy(module, args, kwargs):
-        if (grid := kwargs.get("image_grid_thw")) is not None:
+        grid = kwargs.get("image_grid_thw")
+        if grid is not None:
             seen.append(int(grid.prod(-1).max()) * 14**2)
 
     model, processor = load("qwen2_5_vl")
@@ -422,7 +428,8 @@ def test_an_evaluation_has_its_own_or_the_given_budgets():
         seen = []
 
         def spy(module, args, kwargs, seen=seen):
-            if (grid := kwargs.get("image_grid_thw")) is not None:
+            grid = kwargs.get("image_grid_thw")
+            if grid is not None:
                 seen.append(int(grid.prod(-1).max()) // 4)
 
         hook = model.register_forward_pre_hook(spy, with_kwargs=True)
@@ -433,11 +440,13 @@ def test_an_evaluation_has_its_own_or_the_given_budgets():
 
 
 def test_tools_return_media_within_the_budget():
-    model = (objects := talking("qwen2_5_vl"))["model"]
+    objects = talking("qwen2_5_vl")
+    model = objects["model"]
     seen = []
 
     def spy(module, args, kwargs):
-        if (grid := kwargs.get("image_grid_thw")) is not None:
+        grid = kwargs.get("image_grid_thw")
+        if grid is not None:
             seen.extend((grid.prod(-1) * 14**2).tolist())
 
     model.register_forward_pre_hook(spy, with_kwargs=True)

@@ -93,7 +93,8 @@ def test_nested_tokens_are_stripped_in_linear_time(inner):
         assert left == "Is it?"
         return taken
 
-    short, long = seconds(100), seconds(1000)
+    short = seconds(100)
+    long = seconds(1000)
     assert long < 30 * max(short, 0.02)
 
 
@@ -172,7 +173,8 @@ def test_supervised_rows(media):
         ({"prompt": [asked], "completion": [said]}, {"prompt": clean[:1], "completion": clean[1:]}),
         ({"messages": [asked, said]}, {"messages": clean}),
     ):
-        row, other = {**row, **column}, {**other, **column}
+        row = {**row, **column}
+        other = {**other, **column}
         made = [
             SupervisedEncoder(processor, model, special_tokens_in_text=mode).encode_sequence(each).input_ids.tolist()
             for each, mode in ((row, "strip"), (other, "raise"), (row, "allow"))

@@ -132,7 +132,8 @@ def test_qwen_video_options(family, files):
 
     assert media(nframes=4)["video_grid_thw"][0, 0] == 2
     assert media(fps=4.0)["video_grid_thw"][0, 0] == 4
-    first, last = media(nframes=4, video_end=1.0), media(nframes=4, video_start=1.0)
+    first = media(nframes=4, video_end=1.0)
+    last = media(nframes=4, video_start=1.0)
     assert not torch.equal(first["pixel_values_videos"], last["pixel_values_videos"])
     if family == "qwen2_5_vl":  # seconds per temporal patch of two frames
         assert media(nframes=10)["second_per_grid_ts"].item() == pytest.approx(0.4, rel=0.1)
@@ -187,13 +188,15 @@ VIDEO_FAMILIES = [name for name, family in ALL_FAMILIES.items() if "video" in fa
 def test_video_files_are_those_of_the_processor(name, files):
     """Uses its settings for frames and sizes, at 2 frames per second where one of Qwen's has no rate."""
     model, processor = ALL_FAMILIES[name].build()
-    settings, path = processor.video_processor, files / "film.mp4"
+    settings = processor.video_processor
+    path = files / "film.mp4"
     settings.do_resize = True  # the omni models in the matrix don't resize frames
     messages = messages_of({"prompt": user({"type": "video", "path": str(path)}, text("Describe"))})
     rate = {"fps": 2.0} if name.startswith("qwen") and settings.fps is None else {}
     assert_same_features(encode_prompt(messages, processor, model), read_by(processor, path, **rate))
     if settings.fps is None:
-        settings.fps, settings.do_sample_frames = 4, True
+        settings.fps = 4
+        settings.do_sample_frames = True
         if name in ("internvl", "smolvlm"):  # their rules require both
             settings.num_frames = 3
     if settings.size is not None and settings.size.longest_edge is not None:  # of a frame or a whole video

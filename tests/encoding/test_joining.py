@@ -4,6 +4,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from trl_multimodal_rft.versions import cache_name
 def test_without_the_row_of_the_family_it_would_be_wrong(name, monkeypatch):
     monkeypatch.setattr(encoding, "indexed_media", lambda name: None)
     model, prompts = FAMILIES[name]()
-    repeated = [prompt for prompt in prompts for _ in range(2)]
+    repeated = [prompt for prompt, _ in product(prompts, range(2))]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     assert add_fused_head(model, outputs=("log_probs", "entropy"))
     packed = sharing_obstacle(model) is None
@@ -65,7 +66,7 @@ def test_images_of_other_numbers_of_tiles_than_those_of_the_first_batch(tmp_path
     encoded = [trainer.prompts.encode(row["prompt"], 0) for row in rows_to_messages(list(rows))]
     tiles = [prompt.media["pixel_values"].size(1) for prompt in encoded]
     assert tiles[0] == tiles[1] != tiles[2] != tiles[3]
-    repeated = [prompt for prompt in encoded for _ in range(2)]
+    repeated = [prompt for prompt, _ in product(encoded, range(2))]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     with torch.no_grad():
         logps = trainer._policy.score(trainer.model, ScoreRequest(repeated, ids, mask, packed=True)).logps
@@ -90,7 +91,7 @@ def test_a_window_that_only_the_config_knows():
     model.config.get_text_config().sliding_window = 6
     prompts = encode_chats(model, processor, chats)
     assert set(linear_masks(model, prompts[0], 4).values()) == {None}
-    repeated = [prompt for prompt in prompts for _ in range(2)]
+    repeated = [prompt for prompt, _ in product(prompts, range(2))]
     ids, mask = random_completions(len(repeated))
     expected = own_logps(model, repeated, ids, mask)
     own = backward(model, expected)

@@ -2,6 +2,7 @@
 """Bare media tensors: their kinds, their rows, and conflicts with the placeholders."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test_token_fields_of_families_with_rules_of_their_own():
     alone = processor(text="cap", images=picture, return_tensors="pt", return_token_type_ids=True)["token_type_ids"]
     assert torch.equal(continued_field(model, "token_type_ids", alone, answered.shape[1] - alone.shape[1]), answered)
     model, prompts = encoded("glm4v")
-    images, videos = prompts[0], prompts[3]
+    images = prompts[0]
+    videos = prompts[3]
     found = token_fields(model, images.input_ids)["mm_token_type_ids"]
     assert torch.equal(found, images.token_fields["mm_token_type_ids"])
     # A video counts as images, which is why an actor needs the processor's field for it
@@ -105,7 +107,7 @@ def test_split_undoes_join(name):
     model, prompts = encoded(name)
     for part in parts(model, prompts):
         # The second order starts with text, the third repeats prompts
-        for order in (part, part[::-1], [prompt for prompt in part for _ in range(2)]):
+        for order in (part, part[::-1], [prompt for prompt, _ in product(part, range(2))]):
             joined = join_media(order)
             split_media(model, ids_of(order), joined)
             for prompt, media in zip(order, split_media(model, ids_of(order), joined), strict=True):
@@ -124,7 +126,8 @@ def swap(prompts):
 
 
 def test_opposite_errors_in_two_rows_are_seen():
-    images, sounds = (image(56, 56), image(112, 84)), (audio(0.3), audio(0.9))
+    images = (image(56, 56), image(112, 84))
+    sounds = (audio(0.3), audio(0.9))
     visual = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "qwen2_5_omni")
     for kind, media, names in (
         ("image", images, visual),

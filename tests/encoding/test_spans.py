@@ -52,7 +52,8 @@ def test_spans_have_the_same_text_on_both_sides(text):
     rows = [text_ids(text, words) for words in sides]
     parts = [token_text(ids, words) for ids, words in zip(rows, sides, strict=True)]
     spans = common_spans(*parts)
-    starts, shifts = [], (0, len(text) - len(parts[1].text))
+    starts = []
+    shifts = (0, len(text) - len(parts[1].text))
     for side, part, shift in zip(spans[:2], parts, shifts, strict=True):
         last = {span: i for i, span in enumerate(side)}
         starts.append([part.ends[last[span]] + shift for span in range(max(side, default=-1) + 1)])
@@ -63,7 +64,8 @@ def test_spans_have_the_same_text_on_both_sides(text):
 
 
 def test_examples():
-    left, right = TokenText("the bird.", [2, 5, 7, 9]), TokenText("the bird.", [1, 2, 4, 7, 8, 9])
+    left = TokenText("the bird.", [2, 5, 7, 9])
+    right = TokenText("the bird.", [1, 2, 4, 7, 8, 9])
     assert common_spans(left, right) == ([0, 1, 1, 2], [0, 0, 1, 1, 2, 2], True)
     assert common_spans(left, right._replace(text="the birD.")) == ([0, 1, 1, -1], [0, 0, 1, 1, -1, -1], False)
     assert common_spans(TokenText("", []), TokenText("a", [1])) == ([], [-1], True)
@@ -114,7 +116,8 @@ def test_gradient_is_that_of_the_divergence_of_spans(spans):
 
     expected = surrogate = 0.0
     for ids in torch.cartesian_prod(*[torch.arange(3)] * 4).tolist():
-        ours, theirs = tokens(logits, ids), tokens(other, ids)
+        ours = tokens(logits, ids)
+        theirs = tokens(other, ids)
         index = torch.tensor(spans)
         totals = torch.zeros(4, dtype=torch.float64).index_add(0, index, theirs)[index]
         probability = ours.sum().exp()

@@ -112,7 +112,8 @@ class Scored(Draws):
         found = []
         for each in self.micro_batches:
             self.model.load_state_dict(self.weights[each.step])
-            own, batch = [], each.batch
+            own = []
+            batch = each.batch
             for prompt, ids in zip(batch.prompts, batch.completion_ids, strict=True):
                 sequence = torch.cat([prompt.input_ids, ids])[None]
                 given = {"input_ids": sequence, "attention_mask": torch.ones_like(sequence), **prompt.media}
@@ -168,8 +169,11 @@ class Holding(TrainerCallback):
     """
 
     def __init__(self, trainer):
-        self.flight, self.saved, self.waits = trainer.in_flight, Event(), {}
-        ask, send = self.flight.ask, self.flight._send
+        self.flight = trainer.in_flight
+        self.saved = Event()
+        self.waits = {}
+        ask = self.flight.ask
+        send = self.flight._send
 
         def asked(place, batch, numbers, requests, **more):
             if place > 0:
@@ -181,7 +185,8 @@ class Holding(TrainerCallback):
                 self.waits[request.seed].wait()
             return send(request, *given)
 
-        self.flight.ask, self.flight._send = asked, held
+        self.flight.ask = asked
+        self.flight._send = held
 
     def on_step_end(self, args, state, control, **kwargs):
         for asked in self.flight._pending.values():
@@ -228,7 +233,8 @@ def test_resumed_run_is_the_same(tmp_path, name):
             return answers(request, *given)
 
         trainer = make(tmp_path / f"from-{step}", trainer_class, send=sent, **options)
-        loaded, load = [], trainer.in_flight.load_state_dict
+        loaded = []
+        load = trainer.in_flight.load_state_dict
         trainer.in_flight.load_state_dict = lambda state, loaded=loaded, load=load: (loaded.append(state), load(state))
         trainer.train(resume_from_checkpoint=checkpoint(straight, step))
         [state] = loaded
@@ -256,7 +262,8 @@ class Evens:
     """The same, and records the steps and threads in which it is called."""
 
     def __init__(self):
-        self.calls, self.__name__ = [], "evens"
+        self.calls = []
+        self.__name__ = "evens"
 
     def record(self, trainer_state, prompts, group_ids):
         self.calls.append((trainer_state.global_step, current_thread() is main_thread()))
@@ -289,7 +296,8 @@ def test_functions_that_wait_are_called_when_a_group_comes(tmp_path, kind):
     now = make(tmp_path / "now", reward=[first_token, evens], **options)
     now.add_callback(Holding(now))
     now.train()
-    ahead = make(tmp_path / "ahead", reward=[first_token, early := kind()], **options)
+    early = kind()
+    ahead = make(tmp_path / "ahead", reward=[first_token, early], **options)
     ahead.add_callback(Holding(ahead))
     ahead.train()
     assert same_weights(ahead, now) and history(ahead) == history(now)
@@ -318,7 +326,9 @@ def test_groups_from_two_prompts_are_rewarded_whole(tmp_path):
 
 
 def test_early_calls_wait_for_each_other_and_share_an_error():
-    calls, running, n_most = EarlyCalls(), [], []
+    calls = EarlyCalls()
+    running = []
+    n_most = []
 
     def function(fails):
         running.append(1)
@@ -365,7 +375,9 @@ def test_error_of_a_function_that_waits_names_its_row(tmp_path):
 
 def test_attempts_fit_into_the_patience(monkeypatch):
     """Waits double, and their sum is the patience; each attempt gets its number."""
-    waits, numbers, warnings = [], [], []
+    waits = []
+    numbers = []
+    warnings = []
     monkeypatch.setattr("trl_multimodal_rft.engines.vllm_requests.time.sleep", waits.append)
 
     def attempt(n):
@@ -393,7 +405,8 @@ def test_attempts_fit_into_the_patience(monkeypatch):
 def test_threads_warn_once(caplog):
     PartialState()  # which the logger needs
     for _ in range(50):
-        warn, together = WarnOnce(), threading.Barrier(8)
+        warn = WarnOnce()
+        together = threading.Barrier(8)
 
         def lost(warn=warn, together=together):
             together.wait()
@@ -468,7 +481,8 @@ def test_a_teacher_that_lies_is_asked_again(serve):
     server = serve(lambda request: next(answers))
     PartialState()
     teacher = object.__new__(ServerTeacher)  # without vLLM, which the constructor needs
-    teacher.client, teacher.vocab_size = object.__new__(ServerClient), VOCABULARY
+    teacher.client = object.__new__(ServerClient)
+    teacher.vocab_size = VOCABULARY
     vars(teacher.client).update(base_url=server.url, timeout=5.0, warn=WarnOnce(), model=None)
     ids, logps = teacher.top_k([EngineRequest([1, 3], None, 1, 1, None)], [[4, 5]], 3, 2)
     assert ids.tolist() == [[[4, 9], [7, 8], [0, 0]]] and logps.tolist() == [[[-1, -2], [-0.5, -1.5], [0, 0]]]
@@ -507,7 +521,8 @@ class KillReader(TrainerCallback):
     """Kills the processes that read rows, after each step."""
 
     def __init__(self, trainer):
-        self.stream, self.killed = trainer._stream, set()
+        self.stream = trainer._stream
+        self.killed = set()
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.stream._pool._pool is not None:
@@ -522,7 +537,8 @@ def test_killed_readers_start_again(tmp_path):
     straight = make(tmp_path / "straight")
     straight.train()
     trainer = make(tmp_path / "killed", media_prefetch=1, dataloader_num_workers=1)
-    trainer.add_callback(killer := KillReader(trainer))
+    killer = KillReader(trainer)
+    trainer.add_callback(killer)
     trainer.train()
     assert len(killer.killed) > 1
     assert trainer.trained_on == straight.trained_on and same_weights(trainer, straight)

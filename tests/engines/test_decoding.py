@@ -4,6 +4,7 @@
 import types
 from collections import Counter
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def build(name):
     model, processor, prompts = build_encoded(name)
     model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
     install_prefix_attention(model)
-    return model, processor.tokenizer, [prompt for prompt in prompts for _ in range(G)]
+    return model, processor.tokenizer, [prompt for prompt, _ in product(prompts, range(G))]
 
 
 def options(tokenizer, **kwargs):
@@ -68,7 +69,8 @@ def assert_same(model, rows, config, **kwargs):
 @pytest.fixture
 def layouts(monkeypatch):
     """Layouts of the calls of the loop."""
-    found, decode = [], decoding.decode
+    found = []
+    decode = decoding.decode
 
     def spy(*args, layout, **kwargs):
         found.append(layout)
@@ -156,7 +158,8 @@ def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     """What was drawn behind the last end is taken back, from the generator and the cache."""
     monkeypatch.setitem(decoding._TOKENS_PER_CHECK, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
-    config, branches = options(tokenizer, eos_token_id=list(range(30, 400, 4)), max_new_tokens=40), Branches()
+    config = options(tokenizer, eos_token_id=list(range(30, 400, 4)), max_new_tokens=40)
+    branches = Branches()
     found = assert_same(model, rows, config, branches=branches if keeps else None)
     assert found.size(1) % 16 and layouts[-1] is not None
     if keeps:
@@ -190,10 +193,20 @@ def test_logps_are_those_of_generate(layouts, short):
 def test_attention(window, softcap, has_sinks):
     """Against the formula in float64: a window, padding, soft caps and sinks."""
     generator = torch.Generator().manual_seed(0)
-    n, group, heads, kv, p, c, d = 2, 3, 4, 2, 7, 5, 8
+    n = 2
+    group = 3
+    heads = 4
+    kv = 2
+    p = 7
+    c = 5
+    d = 8
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    query, key, value = draw(n * group, heads, 1, d), draw(n * group, kv, c, d), draw(n * group, kv, c, d)
-    prompt_key, prompt_value, sinks = draw(n, kv, p, d), draw(n, kv, p, d), draw(heads)
+    query = draw(n * group, heads, 1, d)
+    key = draw(n * group, kv, c, d)
+    value = draw(n * group, kv, c, d)
+    prompt_key = draw(n, kv, p, d)
+    prompt_value = draw(n, kv, p, d)
+    sinks = draw(heads)
     gaps = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [0] * 7]).bool()
     padding = torch.zeros(n, p, dtype=torch.float64).masked_fill(gaps, -1e30)[:, None, None]
     held = p if window is None else min(p, window - 1)
@@ -225,7 +238,9 @@ def test_attention(window, softcap, has_sinks):
 @pytest.mark.parametrize("length", [1358, 16000])
 def test_memory_of_keys(group, length):
     """Prompts count once, and completions what they have, in rooms of 128 tokens at most."""
-    heads, size, n = 2, 4, 10
+    heads = 2
+    size = 4
+    n = 10
     cache = DynamicCache()
     for layer in range(2):
         cache.update(torch.zeros(1, heads, length, size), torch.zeros(1, heads, length, size), layer)
@@ -274,7 +289,8 @@ def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypa
         return left or asked.count(0) < 4  # three more steps
 
     monkeypatch.setattr(decoding, "_max_over_ranks", most)
-    steps, own = [], model.forward
+    steps = []
+    own = model.forward
     model.forward = lambda *args, **kwargs: steps.append(len(kwargs["input_ids"])) or own(*args, **kwargs)
     static = {"cache_implementation": "static"} if kind == "static" else {}
     found, after = sample(model, rows, options(tokenizer, **ends, **static), ranks_in_step=True)
@@ -286,11 +302,13 @@ def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypa
 def test_static_form(name, layouts):
     """Each step runs the same operations on the same shapes, and the host waits for none of its values."""
     model, tokenizer, rows = build(name)
-    if (obstacle := sharing_obstacle(model)) is not None:
+    obstacle = sharing_obstacle(model)
+    if obstacle is not None:
         pytest.skip(obstacle)
     kwargs = {"output_logits": True, "return_dict_in_generate": True}
     expected, before = sample(model, rows, options(tokenizer, **kwargs))
-    steps, forward = [], model.forward
+    steps = []
+    forward = model.forward
 
     def watched(*args, **kwargs):
         with Shapes() as shapes:
@@ -316,7 +334,9 @@ def test_static_form_compiles_once(layouts):
     model, tokenizer, rows = build("qwen2_5_vl")
     endless = {"eos_token_id": None}  # completions that have ended leave, which is another shape
     expected, _ = sample(model, rows, options(tokenizer, **endless))
-    counter, forward, frames = torch._dynamo.testing.CompileCounter(), model.forward, []
+    counter = torch._dynamo.testing.CompileCounter()
+    forward = model.forward
+    frames = []
     compiled = torch.compile(forward, backend=counter, dynamic=False)
 
     def watched(*args, **kwargs):
@@ -336,7 +356,8 @@ def operations_of_a_token(model, tokenizer, rows, counting, end, **kwargs):
     """Operations by name outside of the decoder's layers, and in them, as `counting()` counts them in its context."""
     totals = []
     for n in (8, 24):
-        inside, hooks = Counter(), []
+        inside = Counter()
+        hooks = []
         with counting() as counter:
             for layer in model.get_decoder().layers:
                 hooks.append(layer.register_forward_pre_hook(lambda *_: inside.subtract(counter)))  # noqa: B023

@@ -2,6 +2,7 @@
 """Generation with one prefill per prompt equals `generate` on repeated prompts, for every family."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def build(name):
     model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
     plain = copy.deepcopy(model)
     install_prefix_attention(model)
-    return model, plain, processor, [prompt for prompt in prompts for _ in range(G)]
+    return model, plain, processor, [prompt for prompt, _ in product(prompts, range(G))]
 
 
 def config(tokenizer, **kwargs):
@@ -104,7 +105,8 @@ def test_decoding_copies_no_earlier_keys(monkeypatch):
         found[is_shared] = torch.stack(output.logits), counts.operations["cat"]
     (theirs, copies), (ours, rest) = found.values()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    layers, steps = model.config.text_config.num_hidden_layers, len(ours)
+    layers = model.config.text_config.num_hidden_layers
+    steps = len(ours)
     assert copies - rest >= 2 * layers * (steps - 1)  # of keys and values
 
 
@@ -122,7 +124,8 @@ def test_isolated_prompts_keep_their_completions():
     """Text joins the media of one part, in any order."""
     model, plain, processor, prompts = build("glm4v")
     media, text = (next(p for p in prompts if bool(p.media) == has) for has in (True, False))
-    rows, greedy = [text, media, text], config(processor.tokenizer, do_sample=False)
+    rows = [text, media, text]
+    greedy = config(processor.tokenizer, do_sample=False)
     args = (greedy, processor.tokenizer.pad_token_id)
     expected = [generate_completions(plain, plain, [row], *args, model.device)[0] for row in rows]
     assert not torch.equal(expected[0], expected[1])
@@ -170,7 +173,8 @@ OBSTACLES = {
 
 def appended(model, prompts, completions, turns):
     """Returns each prompt with its completions and the tool result after each."""
-    ids, placed = [[] for _ in prompts], [[] for _ in prompts]
+    ids = [[] for _ in prompts]
+    placed = [[] for _ in prompts]
     for sampled, returned in zip(completions, turns, strict=True):
         for i, (own, turn) in enumerate(zip(sampled, returned, strict=True)):
             placed[i].append((len(ids[i]) + len(own), turn))
@@ -186,7 +190,8 @@ def appended(model, prompts, completions, turns):
 def test_continues_from_its_cache(name):
     """After two turns, with some rows in another order, like the model's forward pass of the whole."""
     model, _, processor, prompts = build(name)
-    tokenizer, branches = processor.tokenizer, Branches()
+    tokenizer = processor.tokenizer
+    branches = Branches()
     ends = list(range(30, len(tokenizer), 5))  # so that completions have different lengths
     options = config(tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
     options.eos_token_id = ends
@@ -200,8 +205,10 @@ def test_continues_from_its_cache(name):
         start = output.sequences.size(1) - len(output.logits)
         return trim_after_eos(output.sequences[:, start:], ends), torch.stack(output.logits, 1).log_softmax(-1)
 
-    sizes, places = [], [*range(len(prompts))]
-    sampled, turns = [], []
+    sizes = []
+    places = [*range(len(prompts))]
+    sampled = []
+    turns = []
     wholes = prompts
     for turn in range(3):
         ids, logps = sample(wholes, branches)
@@ -219,11 +226,13 @@ def test_continues_from_its_cache(name):
                 assert (logps[row, 0] - plain.log_softmax(-1)).abs().max() <= 1e-4
         chosen = places[::-1][turn:]  # the unfinished ones, in another order
         order = [places.index(place) for place in chosen]
-        prompts, ids = [prompts[row] for row in order], [ids[row] for row in order]
+        prompts = [prompts[row] for row in order]
+        ids = [ids[row] for row in order]
         sampled = [[each[row] for row in order] for each in sampled] + [ids]
         turns = [[each[row] for row in order] for each in turns]
         turns += [[chats[(place + turn) % len(chats)] for place in chosen]]
-        places, wholes = chosen, appended(model, prompts, sampled, turns)
+        places = chosen
+        wholes = appended(model, prompts, sampled, turns)
         branches.continuations = list(zip(places, turns[-1], strict=True))
     expected = OBSTACLES[name]
     assert branches.obstacle is None if expected is None else expected in branches.obstacle

@@ -69,7 +69,8 @@ def test_completions_leave_and_the_rest_is_captured_anew(recorded):
     model, tokenizer, rows = build("qwen2_5_vl")
     config = options(tokenizer, eos_token_id=list(range(30, 400, 9)), max_new_tokens=40)
     expected, _ = sample(model, rows, config)
-    sizes, forward = [], model.forward
+    sizes = []
+    forward = model.forward
 
     def watched(*args, input_ids=None, **kwargs):
         sizes.append(len(input_ids))
@@ -95,7 +96,8 @@ def test_logits_are_those_of_each_token(recorded):
 def test_a_cache_is_continued(recorded):
     """As after the result of a tool: the cache holds what the graph wrote."""
     model, tokenizer, rows = build("qwen2_5_vl")
-    config, kept = options(tokenizer, max_new_tokens=12), {}
+    config = options(tokenizer, max_new_tokens=12)
+    kept = {}
     for runs in (None, RecordedStep(torch.device("cpu"))):
         branches = Branches()
         ids, _ = sample(model, rows, config, branches=branches, runner=runs)
@@ -131,7 +133,8 @@ def test_a_step_that_waits_for_a_value_runs_as_it_is(recorded):
 @pytest.mark.parametrize("what", ["number", "address", "shape", "random"])
 def test_what_a_replay_would_miss_is_found(what):
     """The guard of these tests."""
-    n, kept = 0, torch.zeros(2)
+    n = 0
+    kept = torch.zeros(2)
 
     def step():
         nonlocal n, kept
@@ -173,7 +176,8 @@ def test_weights_are_cast_once(trains):
     """Frozen ones, too, as below adapters; with the same logits, and nothing is held afterwards."""
     model, tokenizer, rows = build("qwen2_5_vl")
     model.requires_grad_(trains)
-    forward, found = model.forward, {}
+    forward = model.forward
+    found = {}
 
     def in_autocast(*args, **kwargs):
         with torch.autocast("cpu", torch.bfloat16):

@@ -3,6 +3,7 @@
 
 import re
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,8 @@ from trl_multimodal_rft.versions import WARNED
 
 class Started:
     def __init__(self, engine_kwargs, **kwargs):
-        self.kwargs, self.engine_kwargs = kwargs, engine_kwargs
+        self.kwargs = kwargs
+        self.engine_kwargs = engine_kwargs
 
 
 @pytest.fixture
@@ -267,7 +269,8 @@ def test_placeholders_with_speculative_decoding(monkeypatch):
 
 
 def test_acceptance_length(monkeypatch):
-    made, counts = speculating(monkeypatch), {"drafts": 0, "accepted_tokens": 0}
+    made = speculating(monkeypatch)
+    counts = {"drafts": 0, "accepted_tokens": 0}
     metrics = [SimpleNamespace(name="vllm:other")]
     made.llm = SimpleNamespace(
         get_metrics=lambda: [
@@ -281,12 +284,14 @@ def test_acceptance_length(monkeypatch):
     counts |= {"drafts": 6, "accepted_tokens": 12}
     assert made.acceptance_length() == 4.0
     # Of a server, in Prometheus' format, with two engines
-    n_drafts, n_accepted = made._n_drafts, made._n_accepted
+    n_drafts = made._n_drafts
+    n_accepted = made._n_accepted
     made = speculating(monkeypatch, Servers)
-    made._n_drafts, made._n_accepted = n_drafts, n_accepted
+    made._n_drafts = n_drafts
+    made._n_accepted = n_accepted
     created = 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09'
     totals = {f"vllm:spec_decode_num_{name}_total": n + 1.0 for name, n in counts.items()}
-    lines = [f'{name}{{engine="{i}"}} {n}' for name, n in totals.items() for i in (0, 1)]
+    lines = [f'{name}{{engine="{i}"}} {n}' for (name, n), i in product(totals.items(), (0, 1))]
     body = "\n".join(["# TYPE vllm:spec_decode_num_drafts_total counter", *lines, created, "vllm:other_total 1.0"])
     made.vllm_client = SimpleNamespace(answer=lambda path, **limits: SimpleNamespace(body=body.encode()))
     assert made.acceptance_length() == 1 + (26 - 12) / (14 - 6)

@@ -132,7 +132,8 @@ class Worker:
         model.process_weights_after_loading()
 
     def reload_weights(self, weights_iterator):
-        model, given = self.model_runner.model, [*weights_iterator]
+        model = self.model_runner.model
+        given = [*weights_iterator]
         model.weight.data = torch.zeros(3, 2)
         model.load_weights(given)
         model.process_weights_after_loading()
@@ -197,7 +198,8 @@ def test_weights_of_a_thinker_are_those_of_the_whole_model(family, tmp_path):
 )
 def test_names_are_looked_up_after_the_first_sync(family, groups, monkeypatch):
     """Groups of weights that are joined, split or transposed are converted by each sync."""
-    model, reverted = load(family), []
+    model = load(family)
+    reverted = []
     revert = vllm_weights.revert_weight_conversion
     monkeypatch.setattr(vllm_weights, "revert_weight_conversion", lambda *args: reverted.append(1) or revert(*args))
     before = synced(model)
@@ -212,7 +214,8 @@ def test_names_are_looked_up_after_the_first_sync(family, groups, monkeypatch):
 
 def test_weights_are_converted_when_their_group_has_arrived():
     """So that only one group at a time is held, also where a next weight takes the memory of the last."""
-    model, given = load("kimi_k25"), []
+    model = load("kimi_k25")
+    given = []
     memory = torch.empty(max(weight.numel() for weight in model.parameters()))
 
     def gathered():
@@ -220,7 +223,8 @@ def test_weights_are_converted_when_their_group_has_arrived():
             given.append(name)
             yield name, memory[: weight.numel()].view(weight.shape).copy_(weight.detach())
 
-    made, expected = {}, synced(model)
+    made = {}
+    expected = synced(model)
     for name, weight in checkpoint_weights(model, gathered()):
         made[name] = given[-1]
         assert torch.equal(weight, expected[name]), name
@@ -246,7 +250,8 @@ def test_a_transfer_that_fails_goes_on_gathering(monkeypatch):
 
 
 def test_weights_that_no_one_reads():
-    into, held = torch.zeros(6), []
+    into = torch.zeros(6)
+    held = []
 
     def loaded(weights):
         for name, weight in weights:
@@ -300,7 +305,8 @@ def test_adapter_is_what_moves_the_checkpoint(family, tmp_path):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 4
-    before, after = synced(load(family)), synced(model)
+    before = synced(load(family))
+    after = synced(model)
     names = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     moved = {name.removesuffix(".weight") for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert names == moved and len(names) >= 10

@@ -2,6 +2,7 @@
 """Media ablation: answers of a model that listens, and log-probabilities during training."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,10 @@ from trl_multimodal_rft.views import as_view
 
 
 QUESTION = "Is there a cat or a dog?"
-LOW, HIGH, NOTHING = "1", "2", "0"  # answers
+# answers
+LOW = "1"
+HIGH = "2"
+NOTHING = "0"
 PITCHES = {LOW: (200, 500), HIGH: (1500, 3000), NOTHING: (0, 0)}
 
 
@@ -56,7 +60,7 @@ def listener(tmp_path_factory):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         cases = [(QUESTION, tone(answer, generator), answer) for answer in PITCHES]
-        cases += [(told(answer), tone(heard, generator), answer) for answer in (LOW, HIGH) for heard in PITCHES]
+        cases += [(told(answer), tone(heard, generator), answer) for answer, heard in product((LOW, HIGH), PITCHES)]
         blocks = [[{"type": "audio"}, {"type": "text", "text": question}] for question, _, _ in cases]
         texts = [
             processor.apply_chat_template(user(each), tokenize=False, add_generation_prompt=True)
@@ -82,7 +86,8 @@ def listener(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tones(tmp_path_factory):
     """Returns eight rows with tones, and one without. Every other row names an answer other than that of its tone."""
-    folder, generator = tmp_path_factory.mktemp("tones"), np.random.default_rng(1)
+    folder = tmp_path_factory.mktemp("tones")
+    generator = np.random.default_rng(1)
     rows = []
     for i in range(8):
         answer = (LOW, HIGH)[i // 2 % 2]
@@ -263,12 +268,14 @@ def test_metric_is_that_of_the_models_own_forward(listener, tones, tmp_path, tra
     model, processor = loaded(listener)
     options = {"media_contribution_steps": 1, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
     options |= {"beta": 0.0, "max_completion_length": 4, "temperature": 1.0}
-    rows, objects = tones.select([0, 1]), {"model": model, "processing_class": processor}
+    rows = tones.select([0, 1])
+    objects = {"model": model, "processing_class": processor}
     recorded = type("Recorded", (Recording, trainer_class), {})
     trainer = make_trainer(recorded, "qwen2_audio", rows, tmp_path, objects=objects, **options)
     trainer.train()
     (value,) = [logs["media/contribution"] for logs in trainer.state.log_history if "media/contribution" in logs]
-    moved, rollout = [], trainer.draws[0].batch
+    moved = []
+    rollout = trainer.draws[0].batch
     for row, place in ((rows[0], 0), (rows[1], 4)):
         ids = rollout.completion_ids[place][rollout.completion_mask[place].bool()]
         with_tone, silent = (plain_logps(model, processor, row, ids, each) for each in (False, True))

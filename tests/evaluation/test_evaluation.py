@@ -8,6 +8,7 @@ import math
 import random
 import re
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,8 @@ def test_pass_at_k_is_the_share_of_sets_of_samples_with_a_right_one():
             samples = [True] * c + [False] * (n - c)
             sets = list(itertools.combinations(samples, k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, sets)) / len(sets), abs=1e-12)
-    n, c = np.array([[4, 10_000], [6, 3]]), np.array([1, 2])
+    n = np.array([[4, 10_000], [6, 3]])
+    c = np.array([1, 2])
     values = pass_at_k(n, c, 3)
     for value, one_n, one_c in zip(values.flat, n.flat, np.broadcast_to(c, n.shape).flat, strict=True):
         expected = 1 - math.comb(int(one_n - one_c), 3) / math.comb(int(one_n), 3)
@@ -94,7 +96,8 @@ def test_majority(answers, correct, k, share):
 
 
 def test_majority_of_several_rows_and_its_default():
-    answers, correct = [list("aab"), list("abc")], [[False, False, True], [True, False, False]]
+    answers = [list("aab"), list("abc")]
+    correct = [[False, False, True], [True, False, False]]
     assert majority_at_k(answers, correct, 3).tolist() == [0.0, 1.0]
     assert majority_at_k([[None, None, "7"], [None] * 3], [[False, False, True]] * 2, 3).tolist() == [1.0, 0.0]
     config = EvaluationConfig(num_samples=4, temperature=1.0, pass_at=[1, 2, 4])
@@ -109,7 +112,9 @@ def test_intervals():
         (0, 20, 1.959963985, 0.95),
     ):
         share = successes / n
-        a, b, c = 1 + z**2 / n, -(2 * share + z**2 / n), share**2
+        a = 1 + z**2 / n
+        b = -(2 * share + z**2 / n)
+        c = share**2
         expected = [(-b + sign * math.sqrt(b**2 - 4 * a * c)) / (2 * a) for sign in (-1, 1)]
         assert wilson_interval(successes, n, confidence) == pytest.approx(expected, abs=1e-8)
     assert wilson_interval(0, 5)[0] == 0 and wilson_interval(5, 5)[1] == 1
@@ -192,7 +197,8 @@ def completions_of(model, processor, rows, config=None, reward=format_reward) ->
 
 
 def test_actors_and_adapters_answer_as_their_models():
-    rows, config = audio_rows(3), EvaluationConfig(max_completion_length=6)
+    rows = audio_rows(3)
+    config = EvaluationConfig(max_completion_length=6)
     model, processor = load("qwen2_audio")
     expected = completions_of(model, processor, rows, config)
     assert completions_of(ActorAL(load("qwen2_audio")[0], bf16=False), processor, rows, config) == expected
@@ -242,8 +248,9 @@ def test_metrics_of_samples_are_those_of_the_table():
     model.generation_config.eos_token_id = list(range(3, 200))  # so that completions end
     config = sampled(pass_at=[1, 2, 4], majority_at=[3], batch_size=8)
     result = evaluate(model, processor, audio_rows(7), [odd_length, format_reward], config)
-    rows, found = result.rows, result.metrics
-    assert all(len(row[name]) == 4 for row in rows for name in ("completions", "correct", "truncated"))
+    rows = result.rows
+    found = result.metrics
+    assert all(len(row[name]) == 4 for row, name in product(rows, ("completions", "correct", "truncated")))
     assert len({text for row in rows for text in row["completions"]}) > 7
     right = [sum(row["correct"]) for row in rows]
     assert 0 < sum(right) < 28
@@ -286,7 +293,9 @@ def test_samples_depend_on_the_seed_and_on_nothing_else():
 
 def test_samples_are_drawn_in_turns_with_media_encoded_once(monkeypatch):
     model, processor = load("qwen2_audio")
-    sizes, extracted, forwards = [], [], []
+    sizes = []
+    extracted = []
+    forwards = []
 
     def counting(owner, name, note):
         function = getattr(owner, name)
@@ -341,7 +350,8 @@ def test_nothing_is_left_behind():
         assert not any(module.training for module in model.modules())
         return [random.random() * np.random.rand() * torch.rand(()).item() for _ in completions]
 
-    before, weights = random_states(), {name: p.clone() for name, p in model.named_parameters()}
+    before = random_states()
+    weights = {name: p.clone() for name, p in model.named_parameters()}
     deltas = model.base_model.rope_deltas
     for error in (False, True):
         if error:
@@ -393,7 +403,8 @@ def test_async_functions_missing_rewards_and_what_functions_log(tmp_path):
     async def late(completions, **kwargs):
         return [0.25] * len(completions)
 
-    dataset, short = numbered(text_rows(4)), EvaluationConfig(batch_size=2, max_completion_length=2)
+    dataset = numbered(text_rows(4))
+    short = EvaluationConfig(batch_size=2, max_completion_length=2)
     result = evaluate(*load("qwen2_audio"), dataset, [first, waiting_reward, late], short)
     found = result.metrics
     assert found["rows"] == 4 and found["scored_rows"] == 3
@@ -622,7 +633,8 @@ def test_training_stops_early_and_loads_the_best(order, tmp_path):
         load_best_model_at_end=True, save_strategy="steps", save_steps=1, save_only_model=True,
         learning_rate=0.1,
     )  # fmt: skip
-    share, config = by_turn(1, 3, 2, 2, 4, 4, 0), EvaluationConfig(max_completion_length=2)
+    share = by_turn(1, 3, 2, 2, 4, 4, 0)
+    config = EvaluationConfig(max_completion_length=2)
     trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), share, config))
     if order == "evaluate first":
         trainer.add_callback(early)
@@ -706,7 +718,8 @@ def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
         eval_strategy="steps", eval_steps=1, max_steps=3, metric_for_best_model="eval_accuracy",
         greater_is_better=True, save_strategy="best", save_only_model=True,
     )  # fmt: skip
-    config, share = EvaluationConfig(max_completion_length=2), by_turn(1, 4, 2, 0)
+    config = EvaluationConfig(max_completion_length=2)
+    share = by_turn(1, 4, 2, 0)
     trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), share, config, freq=freq))
     trainer.train()
     assert logged(trainer) == [(1, 0.25), (2, 1.0), (3, 0.5)]
@@ -726,7 +739,8 @@ def test_when_to_evaluate(freq, steps, tmp_path):
 
 
 def launched(script: list[str], processes: int, **environment) -> str:
-    command, environment = python_command(script, processes), python_environment(**environment)
+    command = python_command(script, processes)
+    environment = python_environment(**environment)
     run = forked.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return run.stdout
@@ -743,7 +757,8 @@ def test_two_processes_of_the_script_find_what_one_finds(sampling, spoken, tmp_p
     _, answers, options = spoken
     options += [str(saved("qwen2_audio")), "--batch_size", "4", *sampling]
     run_script(options)
-    outputs, results = [capsys.readouterr().out], [written(tmp_path / "results")]
+    outputs = [capsys.readouterr().out]
+    results = [written(tmp_path / "results")]
     outputs.append(launched(["examples/evaluate.py", *options], 2, ACCELERATE_USE_CPU="true"))
     results.append(written(tmp_path / "results"))
     for output in outputs:

@@ -5,6 +5,7 @@ import functools
 import json
 import random
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -261,10 +262,11 @@ def judged(verdicts, solutions, **options):
 @pytest.mark.parametrize("n", [1, 3])
 def test_metrics_are_those_of_slow_counting(n):
     generator = random.Random(n)
-    solutions = [each for _ in range(40) for each in generator.choice([("A", "B"), ("A", "B"), ("tie", "tie")])]
+    solutions = [each for _, each in product(range(40), generator.choice([("A", "B"), ("A", "B"), ("tie", "tie")]))]
     verdicts = [generator.choices([*SPELLED], k=n) for _ in solutions]
     result = pair_result(judged(verdicts, solutions, group_by="task"))
-    found, pairs = result.metrics, [(i, i + 1) for i in range(0, len(solutions), 2)]
+    found = result.metrics
+    pairs = [(i, i + 1) for i in range(0, len(solutions), 2)]
     right = [[verdict == solutions[i] for verdict in verdicts[i]] for i in range(len(solutions))]
     shares = [(sum(right[i]) + sum(right[j])) / (2 * n) for i, j in pairs]
     both = [np.mean([a and b for a, b in zip(right[i], right[j], strict=True)]) for i, j in pairs]
@@ -289,7 +291,8 @@ def test_metrics_are_those_of_slow_counting(n):
 
 def test_pairs_with_an_unreadable_order_are_left_out():
     result = judged([["A"]] * 6, ["A", "B"] * 3)
-    result.metrics["skipped_rows"], result.skipped = 2, {2: "gone", 3: "gone"}
+    result.metrics["skipped_rows"] = 2
+    result.skipped = {2: "gone", 3: "gone"}
     del result.rows[2:4]
     pairs = pair_result(result)
     assert [row["index"] for row in pairs.rows] == [0, 2] and pairs.skipped == {1: "gone"}
@@ -325,7 +328,8 @@ def test_a_judge_that_prefers_a_position_flips():
     with torch.no_grad():
         head.bias[token] = 1.0
     model.set_output_embeddings(head)
-    pairs, config = image_pairs(), EvaluationConfig(max_completion_length=1)
+    pairs = image_pairs()
+    config = EvaluationConfig(max_completion_length=1)
     found = pair_result(evaluate(model, processor, judge_rows(pairs), preference_reward, config)).metrics
     assert (found["flips"], found["consistent_accuracy"], found["first_preferred"]) == (1.0, 0.0, 1.0)
     assert found["accuracy"] == pytest.approx(1 / 3) and found["accuracy_without_ties"] == 0.5
@@ -339,10 +343,8 @@ def expected_scores(pairs):
     model, processor = classifier()
     scores = []
     for row in pairs:
-        picture, words = (
-            {"type": "image", "image": row["images"][0]},
-            {"type": "text", "text": row["prompt"][0]["content"][1]["text"]},
-        )
+        picture = {"type": "image", "image": row["images"][0]}
+        words = {"type": "text", "text": row["prompt"][0]["content"][1]["text"]}
         prompt = chat("user", [picture, words])
         scores.append(
             [
@@ -354,20 +356,23 @@ def expected_scores(pairs):
 
 
 def test_scores_are_those_of_the_model():
-    pairs, expected = image_pairs(), expected_scores(image_pairs())
+    pairs = image_pairs()
+    expected = expected_scores(image_pairs())
     differences = [chosen - rejected for chosen, rejected in expected]
     margin = sorted(map(abs, differences))[2] + 1e-4
     for tie_margin in (0.0, margin):
         args = EvaluationConfig(batch_size=4, group_by="task", confidence=0.9)
         result = score_pairs(RewardModel(*classifier()), pairs, args, tie_margin=tie_margin)
-        found, ties = result.metrics, pairs["tie"][:]
+        found = result.metrics
+        ties = pairs["tie"][:]
         assert [row["scores"] for row in result.rows] == [pytest.approx(each, abs=1e-5) for each in expected]
         equal = [abs(each) <= tie_margin for each in differences]
         right = [e if tie else d > 0 and not e for d, e, tie in zip(differences, equal, ties, strict=True)]
         assert [row["correct"] for row in result.rows] == [[each] for each in right]
         assert found["accuracy"] == pytest.approx(np.mean(right)) and found["predicted_ties"] == np.mean(equal)
         assert (found["accuracy_low"], found["accuracy_high"]) == wilson_interval(sum(right), 6, 0.9)
-        shown, wrong = summary(result), right.index(False)
+        shown = summary(result)
+        wrong = right.index(False)
         for name, score in zip(("chosen", "rejected"), result.rows[wrong]["scores"], strict=True):
             text = f"    {name}, score {score:.4g}: {pairs[wrong][name][0]['content']}\n"
             assert text in shown[shown.index(f"row {wrong}: wrong") :] + "\n"
@@ -384,7 +389,8 @@ def test_unreadable_media_and_missing_scores(tmp_path):
     (tmp_path / "1.png").write_bytes(b"no picture")
     pair = {"prompt": "What is it?", "chosen": "a bird", "rejected": "a cat"}
     pairs = Dataset.from_list([{**pair, "images": [str(tmp_path / f"{i}.png")]} for i in (0, 1, 0)])
-    reward, config = RewardModel(*classifier()), EvaluationConfig(on_media_error="skip")
+    reward = RewardModel(*classifier())
+    config = EvaluationConfig(on_media_error="skip")
     with pytest.raises(MediaError, match=r"1\.png"):
         score_pairs(reward, pairs)
     result = score_pairs(reward, pairs, config)
@@ -410,7 +416,8 @@ def run_script(folder, *options):
 
 def test_the_command_measures_a_judge_and_a_reward_model(tmp_path, capsys):
     write_folder(image_pairs(), tmp_path / "pairs")
-    judge, reward_model = str(saved("qwen2_5_vl")), str(saved_classifier(hf.Gemma3ForSequenceClassification))
+    judge = str(saved("qwen2_5_vl"))
+    reward_model = str(saved_classifier(hf.Gemma3ForSequenceClassification))
     written = run_script(
         tmp_path, f"--model_name_or_path={judge}", "--max_completion_length=2", "--system_prompt=Judge."
     )

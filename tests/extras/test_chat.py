@@ -27,7 +27,9 @@ from trl_multimodal_rft.reporting.model_card import CURVES
 
 pytest.importorskip("gradio", exc_type=ImportError)
 gradio_client = pytest.importorskip("gradio_client")
-Client, handle_file, AppError = gradio_client.Client, gradio_client.handle_file, gradio_client.exceptions.AppError
+Client = gradio_client.Client
+handle_file = gradio_client.handle_file
+AppError = gradio_client.exceptions.AppError
 
 # gradio's use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -44,7 +46,8 @@ def served():
     def serve(*argv):
         args = cli._parser("chat").parse_args([*argv, "--max_completion_length", "6"])
         pages.append(command.run(args, waits=False))
-        url, shared = pages[-1].local_url, pages[-1].share_url
+        url = pages[-1].local_url
+        shared = pages[-1].share_url
         assert url.startswith("http://127.0.0.1:") and shared is None
         return Client(url, verbose=False)
 
@@ -77,7 +80,8 @@ def test_code_of_the_docs_and_what_is_no_question(served, adapted, tmp_path, mon
     shutil.copy(tmp_path / "0.wav", tmp_path / "seven.wav")
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"^```py\n(.*?)^```", SERVING.read_text(), re.DOTALL | re.MULTILINE)
-    exec(code.replace("http://127.0.0.1:7860", client.src), namespace := {})
+    namespace = {}
+    exec(code.replace("http://127.0.0.1:7860", client.src), namespace)
     digit = "Which digit is spoken?"
     assert tuple(each["content"] for each in namespace["answer"]) == ask(client, digit, tmp_path / "0.wav")
     (tmp_path / "none.wav").write_text("no sound")
@@ -150,7 +154,8 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     The page's example is the card's question about the picture in the model's folder, which it can't read otherwise.
     """
     prompt = [{"role": "system", "content": "Is it a bird?"}, {"role": "user", "content": "What is in the image?"}]
-    rows, folder = image_rows(8).map(lambda row: {"prompt": prompt}), tmp_path / "seen"
+    rows = image_rows(8).map(lambda row: {"prompt": prompt})
+    folder = tmp_path / "seen"
     callbacks = {"callbacks": [TrainingCurvesCallback()]}
     trainer = make_trainer(InjectedOurs, "qwen2_5_vl", rows, folder, objects=callbacks, max_steps=1)
     trainer.train()
@@ -166,7 +171,8 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
     parts = [component["props"] for component in client.config["components"]]
     assert "# Ask seen" in {part.get("value") for part in parts if isinstance(part.get("value"), str)}
     ((example,),) = (part["examples"] for part in parts if part.get("examples"))
-    question, image_path = example["text"], example["files"][0]["path"]
+    question = example["text"]
+    image_path = example["files"][0]["path"]
     assert (folder / CURVES).exists() and Path(image_path).read_bytes() == (folder / "view.png").read_bytes()
     messages = [{"role": "system", "content": [text(prompt[0]["content"])]}]
     messages += chat({"type": "image", "image": picture}, text(question))
@@ -179,7 +185,8 @@ def test_example_of_the_card(served, tmp_path, monkeypatch):
 
 def test_messages_of_the_page(tmp_path):
     """The page sends the conversation that it shows: text and files of a user, and the completions by model."""
-    seen, picture = [], tmp_path / "view.png"
+    seen = []
+    picture = tmp_path / "view.png"
     image(84, 56)["image"].save(picture)
     models = {name: lambda conversation, config: seen.append(conversation) or "No." for name in ("ours", "base")}
     page = command.page(models, ("image",), EvaluationConfig(), system="Be brief.")
@@ -188,7 +195,8 @@ def test_messages_of_the_page(tmp_path):
     history = page.chatbot.preprocess(page.chatbot.postprocess(shown))
     for earlier, told in ((history, "Be brief."), ([], "")):
         page.fn({"text": "A cat?", "files": []}, earlier, told, 0.0, 5)
-    start, end = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])], ("user", "A cat?", [])
+    start = [("system", "Be brief.", []), ("user", "A bird?", [str(picture)])]
+    end = ("user", "A cat?", [])
     assert seen == [[*start, ("assistant", f"{name} 1", []), end] for name in models] + [[end]] * 2
 
 

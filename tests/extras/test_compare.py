@@ -137,6 +137,7 @@ def test_findings(changes, differing):
 
 
 def test_weights_are_compared_by_their_updates():
-    before, after = {"w": torch.zeros(3)}, {"w": torch.tensor([3.0, 4.0, 0.0])}
+    before = {"w": torch.zeros(3)}
+    after = {"w": torch.tensor([3.0, 4.0, 0.0])}
     assert relative_difference(before, after, {"w": torch.tensor([3.0, 4.0, 0.5])}) == pytest.approx(0.1)
     assert relative_difference(before, before, before) == 0 and relative_difference(before, before, after) == 1

@@ -188,11 +188,14 @@ def test_smoothing():
     generator = np.random.default_rng(0)
     values = generator.normal(size=200)
     values[50] = math.nan
-    mean, weight, expected = 0.0, 0.0, []
+    mean = 0.0
+    weight = 0.0
+    expected = []
     kept = 1 - 2 / (200 / 40 + 1)
     for value in values:
         if not math.isnan(value):
-            mean, weight = kept * mean + value, kept * weight + 1
+            mean = kept * mean + value
+            weight = kept * weight + 1
         expected.append(mean / weight)
     np.testing.assert_allclose(smoothed(pd.Series(values)), expected, rtol=1e-12)
 
@@ -283,12 +286,14 @@ def test_pictures_take_a_fiftieth_of_the_time(tmp_path, drawn, monkeypatch):
         clock[0] += 2
 
     monkeypatch.setattr(curves, "save_figure", slow)
-    callback, times = TrainingCurvesCallback(), []
+    callback = TrainingCurvesCallback()
+    times = []
     state = TrainerState(is_world_process_zero=True, max_steps=30)
 
     def after(event, seconds):
         clock[0] += seconds
-        start, n_drawn = clock[0], len(drawn)
+        start = clock[0]
+        n_drawn = len(drawn)
         getattr(callback, event)(SimpleNamespace(output_dir=tmp_path), state, None)
         times.extend([(event, start)] * (len(drawn) - n_drawn))
 

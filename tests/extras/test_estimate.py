@@ -38,9 +38,12 @@ def folder(tmp_path_factory):
     """A model of one layer and one block of its encoder."""
     model, processor = load("qwen2_5_vl")
     del model.get_decoder().layers[1:], model.model.visual.blocks[1:]
-    text, vision = model.config.text_config, model.config.vision_config
-    text.num_hidden_layers, text.layer_types = 1, text.layer_types[:1]
-    vision.depth, vision.fullatt_block_indexes = 1, [0]
+    text = model.config.text_config
+    vision = model.config.vision_config
+    text.num_hidden_layers = 1
+    text.layer_types = text.layer_types[:1]
+    vision.depth = 1
+    vision.fullatt_block_indexes = [0]
     folder = tmp_path_factory.mktemp("qwen2_5_vl")
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -94,7 +97,8 @@ def test_states_are_those_of_a_trainer(folder, tmp_path, frozen):
     args = parse("--model_name_or_path", folder, "--no-bf16", "--packing", "prefix", *TINY, *words)
     measured = estimate.measure(args)
     parts = memory(args, measured)
-    model, seen = AutoModelForImageTextToText.from_pretrained(folder), {}
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    seen = {}
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
@@ -246,13 +250,15 @@ def test_options_of_a_run(tmp_path, monkeypatch):
 
 def test_budget_and_batch(folder):
     many = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
-    whole, budget = measured(folder, *many), measured(folder, *many, "--max_tokens_per_microbatch", 160)
+    whole = measured(folder, *many)
+    budget = measured(folder, *many, "--max_tokens_per_microbatch", 160)
     assert (whole.tokens, budget.tokens) == (60 + 8 * 24, 60 + 4 * 24)
     assert budget.activations < 0.7 * whole.activations
 
 
 def test_a_view_is_another_prompt(folder):
-    plain, view = measured(folder), measured(folder, "--loss_view", "blank(kl_coef=0.01)")
+    plain = measured(folder)
+    view = measured(folder, "--loss_view", "blank(kl_coef=0.01)")
     assert view.tokens == 2 * plain.tokens and view.activations > 1.5 * plain.activations
 
 

@@ -155,7 +155,8 @@ def test_tool_bonus_and_longest_answer(server):
 
 
 def test_media(server):
-    picture, heard = image(56, 28), {"type": "audio", "audio": sound(0.1, 0)}
+    picture = image(56, 28)
+    heard = {"type": "audio", "audio": sound(0.1, 0)}
     prompt = [{"role": "user", "content": [picture, heard, {"type": "text", "text": "How many?"}]}]
     assert judge_of(server, media=True)([prompt] * 2, ["seven", "8"], solution=["7"] * 2) == [1.0, 0.0]
     content = server.requests[0]["messages"][0]["content"]

@@ -35,7 +35,8 @@ def serving(name: str):
     """Yields the address and the process of a server."""
     port = str(free_port())
     command = [sys.executable, "-m", "uvicorn", f"helpers.openenv_server:{name}", "--factory", "--port", port]
-    url, quiet = f"http://127.0.0.1:{port}", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    url = f"http://127.0.0.1:{port}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=TESTS, **quiet) as server:
         try:
             while server.poll() is None:
@@ -63,8 +64,10 @@ def pixels(medium) -> list[int]:
 
 
 def test_the_tool_has_the_schema_of_the_server_and_its_errors_are_results(lamp):
-    environment, theirs = openenv(lamp)(), requests.get(f"{lamp}/schema", timeout=60).json()["action"]
-    found, kept = get_json_schema(environment.step)["function"], ("type", "description", "enum")
+    environment = openenv(lamp)()
+    theirs = requests.get(f"{lamp}/schema", timeout=60).json()["action"]
+    found = get_json_schema(environment.step)["function"]
+    kept = ("type", "description", "enum")
     properties = {
         key: {name: each[name] for name in kept if name in each} for key, each in theirs["properties"].items()
     }
@@ -87,7 +90,8 @@ def test_the_tool_has_the_schema_of_the_server_and_its_errors_are_results(lamp):
 
 
 def test_media_are_blocks_and_files_that_a_server_names_stay_closed(lamp):
-    environment, blind = openenv(lamp, media=MEDIA)(), openenv(lamp)()
+    environment = openenv(lamp, media=MEDIA)()
+    blind = openenv(lamp)()
     frame, text = environment.reset()
     assert pixels(frame["image"]) == COLORS["red"] and text == {"type": "text", "text": "Make it red."}
     screenshot, thumbnail, text = environment.step(color="green")
@@ -99,7 +103,8 @@ def test_media_are_blocks_and_files_that_a_server_names_stay_closed(lamp):
 
 
 def test_only_unset_fields_and_media_are_left_out_of_a_text(lamp):
-    environment, block = openenv(lamp)(), {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
+    environment = openenv(lamp)()
+    block = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
     for shown in (0, False, [], [1, None, [], {"type": 3, "found": 0}], {"open": False, "doors": []}):
         assert json.loads(environment.reset(shown=shown)) == {"shown": shown}
     assert environment.reset(shown={"type": "wall", "unset": None}) == "wall"

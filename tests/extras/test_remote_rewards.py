@@ -72,7 +72,8 @@ PICTURES = [image(84, 56, seed=1)["image"], image(28, 56, seed=2)["image"], imag
 @pytest.mark.parametrize("inline", [True, False])
 def test_images(serve, inline):
     server = serve()
-    prompts, columns = ["Compare them.", "What is it?", "Why?"], {"images": [PICTURES[:2], PICTURES[2:], None]}
+    prompts = ["Compare them.", "What is it?", "Why?"]
+    columns = {"images": [PICTURES[:2], PICTURES[2:], None]}
     if inline:
         prompts = [
             user(*({"type": "image", "image": each} for each in own or []), {"type": "text", "text": words})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from .tiny_media import NotBuilt, chats_of, encode, has_placeholders, kinds_of, 
 from .tiny_models import tiny_model
 
 
-_COMPLETIONS, _NEW_TOKENS = 2, 5
+_COMPLETIONS = 2
+_NEW_TOKENS = 5
 
 _RATE = 16000  # Hz, of the clips of chats
 
@@ -110,9 +112,11 @@ def measure_class(name: str, class_name: str) -> Measurement:
     refused = training_obstacle(model, processor, _NEW_TOKENS)
     if refused is not None:
         return replace(found, kinds=", ".join(kinds_of(model)), mode="refused", note=refused)
-    prompts, failed = [], {}
+    prompts = []
+    failed = {}
     for seed, media in enumerate(chats_of(kinds_of(model))):
-        what, reason = " and ".join(kind for kind, _ in media) or "text", ""
+        what = " and ".join(kind for kind, _ in media) or "text"
+        reason = ""
         for split_frames in (False, True)[: 1 + any(kind == "video" for kind, _ in media)]:
             try:
                 prompt = encode(model, media, seed, split_frames)
@@ -153,7 +157,7 @@ def measure_real(name: str, class_name: str | None = None) -> Measurement:
 def measure(model: PreTrainedModel, prompts: Sequence[EncodedPrompt], found: Measurement) -> Measurement:
     """Measures a model on prompts."""
     plain = copy.deepcopy(model)
-    repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
+    repeated = [prompt for prompt, _ in product(prompts, range(_COMPLETIONS))]
     ids, mask = _completions(model, len(repeated))
     weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1)) * mask
     truth = []
@@ -244,7 +248,8 @@ def _plain_inputs(model, prompt: EncodedPrompt) -> dict[str, Any]:
 
 def plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torch.Tensor:
     """Returns the logits of a completion's tokens from the model's forward pass on one row."""
-    inputs, n_new = _plain_inputs(model, prompt), len(completion)
+    inputs = _plain_inputs(model, prompt)
+    n_new = len(completion)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
     fill = {"attention_mask": 1, **family_of(model).token_field_fill}
     for name in ("attention_mask", *prompt.token_fields):
@@ -257,7 +262,8 @@ def plain_logits(model, prompt: EncodedPrompt, completion: torch.Tensor) -> torc
 
 def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPrompt]) -> tuple[str, str]:
     """Compares greedy samples from a shared prefill with those of `generate`, and those with the forward pass."""
-    text_ids, disagreement = ordinary_ids(model), ""
+    text_ids = ordinary_ids(model)
+    disagreement = ""
     size = model.config.get_text_config(decoder=True).vocab_size
     greedy = GenerationConfig(
         max_new_tokens=_NEW_TOKENS,
@@ -280,7 +286,7 @@ def _sharing(plain, model, policy: PolicyForward, prompts: Sequence[EncodedPromp
             logits = plain_logits(plain, prompt, ids)[:, text_ids]
             if not torch.equal(text_ids[logits.argmax(-1)], ids):
                 disagreement = "its own forward would write other tokens than its `generate`"
-        repeated = [prompt for prompt in prompts for _ in range(_COMPLETIONS)]
+        repeated = [prompt for prompt, _ in product(prompts, range(_COMPLETIONS))]
         rows = []
         hook = model.register_forward_pre_hook(
             lambda module, args, kwargs: rows.append(_n_rows(kwargs)), with_kwargs=True

@@ -68,7 +68,8 @@ def cells(found: Measurement) -> tuple[str, ...]:
     """Returns one row of the table of measurements, which says what fails without the text of an exception."""
     numbers = ["" if number is None else f"{number:.0e}" for number in (found.logps, found.gradient)]
     vllm = VLLM.get(found.family.removesuffix("_thinker"), "")
-    if vllm == "yes" and (missing := family_of(found.family).not_in_vllm):
+    missing = family_of(found.family).not_in_vllm
+    if vllm == "yes" and missing:
         vllm = f"but {', '.join(missing)}"
     real = "real" if found.real else "synthetic" if found.kinds else ""
     row = (found.family, found.kinds, real, found.mode, *numbers, found.sharing, vllm, found.note)
@@ -126,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         work.pop(f"{name}_thinker", None)  # part of the same model
         work[name] = functools.partial(measure_real, class_name=classes.get(name))
     if args.only is not None:
-        if unknown := [name for name in args.only if name not in work]:
+        unknown = [name for name in args.only if name not in work]
+        if unknown:
             parser.error(f"there is no family {unknown[0]!r}; those that can be measured: {', '.join(sorted(work))}")
         work = {name: work[name] for name in args.only}
     found = []
@@ -136,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [*map(cells, found)]
     print(summary(rows), table(rows), sep="\n\n", end="")
     if args.output is not None:
-        page, with_rest = args.output.read_text(encoding="utf-8"), args.only is not None
+        page = args.output.read_text(encoding="utf-8")
+        with_rest = args.only is not None
         page = with_differences(page, found) if args.differences else with_table(page, found, with_rest)
         args.output.write_text(page, encoding="utf-8")

@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -66,7 +67,8 @@ def encode(
             sizes = [size for own, size in media if own == kind]
             tensors |= recipe(model, kind)(model, sizes)
         counts = {each: n_tokens(model, *each) for each in dict.fromkeys(media)}
-    ids, kinds_of_tokens = _text(model, 6, generator), [0] * 6
+    ids = _text(model, 6, generator)
+    kinds_of_tokens = [0] * 6
     for kind, size in media:
         shares_token = kind == "video" and model.config.model_type in _VIDEOS_AS_IMAGES
         placeholder = placeholder_of(model, "image" if shares_token else kind)
@@ -79,7 +81,8 @@ def encode(
     more = 3 + seed % 4
     ids += _text(model, more, generator)
     kinds_of_tokens += [0] * more
-    input_ids, marks = torch.tensor(ids), torch.tensor(kinds_of_tokens)
+    input_ids = torch.tensor(ids)
+    marks = torch.tensor(kinds_of_tokens)
     fields: Tensors = {}
     for name in arguments(model) & {*TOKEN_FIELDS}:
         marked = name != "token_type_ids" or family_of(model).token_fields_mark_media
@@ -324,7 +327,9 @@ def _folded(model, sizes) -> Tensors:
 def _looked_at(model, media, seed: int) -> EncodedPrompt:
     """Images for cross-attention layers, and a mask with the first token that attends to each."""
     generator = torch.Generator().manual_seed(seed)
-    n, before, behind = len(media), 3 + seed % 3, 6
+    n = len(media)
+    before = 3 + seed % 3
+    behind = 6
     ids = torch.tensor([*_text(model, before, generator), *[model.config.image_token_index] * n])
     ids = torch.cat([ids, torch.tensor(_text(model, behind, generator))])
     if not n:
@@ -345,7 +350,8 @@ def _looked_at(model, media, seed: int) -> EncodedPrompt:
 def _looked_at_last(model, media, seed: int) -> EncodedPrompt:
     """Images for cross-attention layers, where each token attends to the last image before it."""
     generator = torch.Generator().manual_seed(seed)
-    n, side = len(media), model.config.vision_config.image_size
+    n = len(media)
+    side = model.config.vision_config.image_size
     token = VOCABULARY  # after the vocabulary
     ids = torch.tensor([*_text(model, 3, generator), *[token] * n, *_text(model, 4 + seed % 3, generator)])
     looks = (ids == token).cumsum(0)[:, None] == 1 + torch.arange(max(n, 1))
@@ -364,7 +370,7 @@ def _positioned(model, sizes, frames: int = 1, kind: str = "image") -> Tensors:
     config = _tower(model)
     pool = getattr(config, "pooling_kernel_size", 1)
     patch = _first(config, "model_patch_size", "patch_size")
-    grids = [(2 * pool, (2 + size) * pool) for size in sizes for _ in range(frames)]
+    grids = [(2 * pool, (2 + size) * pool) for size, _ in product(sizes, range(frames))]
     longest = 2 * 4 * pool * pool  # maximum over all prompts
     patches = torch.rand(len(grids), longest, 3 * patch * patch)
     places = torch.full((len(grids), longest, 2), -1)

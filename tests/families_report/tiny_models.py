@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 400
 
-_HEADS, _HEAD_DIM = 4, 32
+_HEADS = 4
+_HEAD_DIM = 32
 _HIDDEN = _HEADS * _HEAD_DIM
 _POSITIONS = 2048
 _PATCHES = 4  # along each side of an image
@@ -44,7 +45,9 @@ _IDS = re.compile(r"\w*(_id|_ids|_index|_idx)")
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_IMAGE, _VIDEO, _AUDIO = 310, 311, 312
+_IMAGE = 310
+_VIDEO = 311
+_AUDIO = 312
 _SIDES = {"vision_start_token_id": 313, "vision_end_token_id": 314, "audio_start_token_id": 315}
 _SAM = {"image_size": 128, "downsample_channels": [_HIDDEN // 2, _HIDDEN], "output_channels": _HIDDEN // 4}
 _SAM |= {"window_size": 2, "global_attn_indexes": [1]}
@@ -174,7 +177,8 @@ def _shrunk(values: dict[str, Any], ids: dict[int, int]) -> dict[str, Any]:
         _cut_layers(small, values, layers)
     if "kv_lora_rank" in small and "num_key_value_heads" in small:
         small["num_key_value_heads"] = small["num_attention_heads"]
-    patch, size = small.get("patch_size"), small.get("image_size")
+    patch = small.get("patch_size")
+    size = small.get("image_size")
     if isinstance(patch, int) and isinstance(size, int):
         small["image_size"] = _PATCHES * patch
     elif isinstance(patch, int) and isinstance(size, list):
@@ -244,7 +248,8 @@ def _cut_rope(rope: dict[str, Any], small: dict[str, Any]) -> None:
     if "rope_type" not in rope or "vocab_size" not in small:
         return
     factor = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1
-    total, n = int(int(small.get("head_dim") or _HEAD_DIM) * factor) // 2, len(rope.get("mrope_section") or "thw")
+    total = int(int(small.get("head_dim") or _HEAD_DIM) * factor) // 2
+    n = len(rope.get("mrope_section") or "thw")
     rope["mrope_section"] = [*[total // n] * (n - 1), total - (n - 1) * (total // n)]
 
 

@@ -62,7 +62,8 @@ def scored(model, prompts, seed, packed=True):
 
 
 def assert_equal(actual, expected):
-    (logps, gradients), (expected_logps, expected_gradients) = actual, expected
+    (logps, gradients) = actual
+    (expected_logps, expected_gradients) = expected
     # 1e-6 is the distance of two numbers around 8 in float32
     assert (logps - expected_logps).abs().max() <= 1e-6 * expected_logps.abs().max().clamp(min=1)
     assert gradients.keys() == expected_gradients.keys()
@@ -80,7 +81,8 @@ def assert_equal(actual, expected):
 def test_scores_and_gradients_are_equal(family, backend):
     """No length needs another graph, names of weights stay, and a copy runs its own weights."""
     model, prompts = build(family)
-    expected, names = [scored(model, prompts, seed) for seed in range(3)], list(model.state_dict())
+    expected = [scored(model, prompts, seed) for seed in range(3)]
+    names = list(model.state_dict())
     reported = []
     counter = compiled(model, backend, reported.append)
     counts = []
@@ -113,7 +115,8 @@ def test_samples_the_same_tokens(family, most):
     """Neither a layer nor a token needs another graph behind a cache."""
     model, tokenizer, rows = build_for_sampling(family)
     config = options(tokenizer)
-    (expected, state), counts = sample(model, rows, config), []
+    (expected, state) = sample(model, rows, config)
+    counts = []
     counter = compiled(model, "eager")
     for _ in range(2):
         drawn, left = sample(model, rows, config)
@@ -153,7 +156,8 @@ def broken_for(n_graphs):
 def test_without_a_compiler_layers_go_on_uncompiled(n_graphs, caplog):
     """One line says so, whether it fails before attention or behind, in the encoder or in the decoder."""
     model, prompts = build("qwen2_audio")
-    expected, reported = [scored(model, prompts, seed) for seed in range(2)], []
+    expected = [scored(model, prompts, seed) for seed in range(2)]
+    reported = []
     compile_layers(model, {"backend": broken_for(n_graphs), "dynamic": True}, reported.append)
     for seed in range(2):
         assert_equal(scored(model, prompts, seed), expected[seed])
@@ -165,7 +169,8 @@ def test_without_a_compiler_layers_go_on_uncompiled(n_graphs, caplog):
 def test_layers_that_fail_with_a_cache_fill_it_once():
     model, tokenizer, rows = build_for_sampling("qwen2_5_vl")
     config = options(tokenizer)
-    (expected, _), reported = sample(model, rows, config), []
+    (expected, _) = sample(model, rows, config)
+    reported = []
     compile_layers(model.get_decoder(), {"backend": broken_for(1), "dynamic": True}, reported.append)
     drawn, _ = sample(model, rows, config)
     assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(drawn, expected, strict=True))
@@ -179,7 +184,8 @@ def test_graphs_of_the_backward_pass_that_fail_go_on_uncompiled_too():
         raise RuntimeError("no graph")
 
     model, prompts = build("qwen2_audio")
-    expected, reported = scored(model, prompts, 0), []
+    expected = scored(model, prompts, 0)
+    reported = []
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=fails)
     compile_layers(model.get_decoder(), {"backend": backend, "dynamic": False}, reported.append)
     assert_equal(scored(model, prompts, 0), expected)

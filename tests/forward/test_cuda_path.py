@@ -2,6 +2,7 @@
 """What an update runs on CUDA, counted on a CPU; `test_packing.py` has its exactness for each family."""
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ class Squares(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.size, self.found = 2**63, set()
+        self.size = 2**63
+        self.found = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -59,7 +61,8 @@ def test_no_masks_of_the_whole_row(name, monkeypatch):
     """Layers read none, and they would take 289 GiB for 64 completions of 8,192 tokens."""
     model, prompts = build(name)
     ids = torch.randint(50, 200, (len(prompts), 256))
-    squares, own_pack = Squares(), logprobs.pack
+    squares = Squares()
+    own_pack = logprobs.pack
 
     def pack(*args, **kwargs):
         row = own_pack(*args, **kwargs)
@@ -85,7 +88,7 @@ def test_windows_bound_what_is_computed(name, has_image, monkeypatch):
     processor = ALL_FAMILIES[name].build()[1]
     media = [image(56, 56)] * has_image
     chats = [chat(*media, text("up " * n)) for n in (300, 320)]
-    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(G)]
+    prompts = [prompt for prompt, _ in product(encode_chats(model, processor, chats), range(G))]
     ids, mask = random_completions(len(prompts), 20)
     truth, _, gradients = padded_reference(model, prompts, ids, mask)
     n_tokens = sum(map(len, prompts[::G])) + int(mask.sum())

@@ -35,7 +35,8 @@ FAMILIES = ["qwen2_5_vl", "qwen2_audio", "gemma3", "qwen2_5_omni", "llava"]
 
 def plain_states(model, prompts, ids, mask):
     """Returns the states that the head gets, in a forward of the model's own for each completion."""
-    taken, rows = [], []
+    taken = []
+    rows = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: taken.append(args[0][0]))
     for prompt, completion, length in zip(prompts, ids, mask.sum(1).tolist(), strict=True):
         plain_logits(model, prompt, completion[:length])
@@ -78,7 +79,8 @@ def test_divergence_is_that_of_the_equations(beta):
     hidden = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     theirs = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
-    student, teacher = head(40, 8, 2, RULES[0]), head(40, 12, 3, RULES[1])
+    student = head(40, 8, 2, RULES[0])
+    teacher = head(40, 12, 3, RULES[1])
     target = Target(mask, RULES[0], beta, 1.7, hidden=theirs, head=teacher)
     found, entropies = divergences(hidden, student, target)
     of_student = distribution(hidden, student, 1.7)
@@ -95,9 +97,11 @@ def test_top_k_divergence_is_that_of_the_equations(beta, add_tail, monkeypatch):
     monkeypatch.setattr(divergence, "_TOKENS_AT_ONCE", 3)
     hidden = torch.randn(7, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
     theirs = torch.randn(7, 12, generator=torch.Generator().manual_seed(1))
-    student, teacher = head(40, 8, 2, RULES[0]), head(40, 12, 3, RULES[1], bias=False)
+    student = head(40, 8, 2, RULES[0])
+    teacher = head(40, 12, 3, RULES[1], bias=False)
     ids, logps = top_k_tokens(theirs, teacher, 4, temperature=1.7)
-    of_teacher, of_student = distribution(theirs, teacher, 1.7).detach(), distribution(hidden, student, 1.7)
+    of_teacher = distribution(theirs, teacher, 1.7).detach()
+    of_student = distribution(hidden, student, 1.7)
     best = of_teacher.topk(4, -1)
     assert torch.equal(ids, best.indices) and not logps.requires_grad
     assert_close(logps.double(), best.values, atol=1e-5, rtol=1e-5)
@@ -117,7 +121,8 @@ def test_top_k_divergence_is_that_of_the_equations(beta, add_tail, monkeypatch):
 def test_top_k_of_all_tokens_is_the_whole_divergence():
     """And with fewer it is a lower bound, as merging tokens loses information."""
     hidden, theirs = (torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    student, teacher = head(30, 8, 2), head(30, 8, 3)
+    student = head(30, 8, 2)
+    teacher = head(30, 8, 3)
     whole = written_out(distribution(hidden, student, 1.0), distribution(theirs, teacher, 1.0), 0.5)
     bounds = [
         top_k_divergence(hidden, student, *top_k_tokens(theirs, teacher, k), beta=0.5)[0].double() for k in (30, 8, 2)
@@ -127,8 +132,10 @@ def test_top_k_of_all_tokens_is_the_whole_divergence():
 
 
 def test_a_token_that_a_server_left_out_counts_to_the_rest():
-    hidden, student = torch.randn(1, 8, generator=torch.Generator().manual_seed(0)), head(30, 8, 2)
-    ids, logps = torch.tensor([[3, 5, 0]]), torch.tensor([[-1.0, -2.0, -torch.inf]])
+    hidden = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
+    student = head(30, 8, 2)
+    ids = torch.tensor([[3, 5, 0]])
+    logps = torch.tensor([[-1.0, -2.0, -torch.inf]])
     for add_tail in (True, False):
         found = top_k_divergence(hidden, student, ids, logps, add_tail=add_tail)[0]
         expected = top_k_divergence(hidden, student, ids[:, :2], logps[:, :2], add_tail=add_tail)[0]

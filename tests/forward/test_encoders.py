@@ -87,7 +87,8 @@ def split_attentions(module):
 
 def encoder_calls(model, prompts):
     """Name and arguments of each call of an encoder in a forward of the prompts."""
-    calls, handles = [], []
+    calls = []
+    handles = []
     seen = set(model.get_decoder().modules())
     for name, module in model.named_modules():
         takes_sizes = {"grid_thw", "feature_lens", "target_sizes"} & set(inspect.signature(module.forward).parameters)
@@ -134,7 +135,8 @@ OTHERS = ("minicpmv4_7", "minicpm_ocr", "minimax_m3_vl")
 
 @pytest.mark.parametrize("name", [*RELEASED, *OTHERS, "qwen2_5_vl, checkpointing", "qwen2_5_omni, checkpointing"])
 def test_one_call_per_layer_equals_transformers(name, monkeypatch):
-    name, checkpointing = name.split(",")[0], "checkpointing" in name
+    checkpointing = "checkpointing" in name
+    name = name.split(",")[0]
     model, prompts = SYNTHETIC[name]() if name in OTHERS else released(name)
     if not split_attentions(model):
         pytest.skip("its encoder masks other images in this version of transformers")
@@ -230,7 +232,8 @@ def test_device_tensors_keep_their_copies_on_the_host():
 def test_shapes_for_which_cudnn_makes_plans(meta, monkeypatch):
     """None of an encoder with a mini-batch of images, whose number varies."""
     model = build_encoded("gemma3")[0].to("meta")
-    size, encoder = model.config.vision_config.image_size, model.get_encoder(modality="image")
+    size = model.config.vision_config.image_size
+    encoder = model.get_encoder(modality="image")
     install_encoder_attention(model)
 
     def shapes():

@@ -77,7 +77,8 @@ def count_forwards(module: nn.Module, seen) -> None:
 def of_media(model, prompts):
     """Scores, and their gradients."""
     ids, mask = random_completions(len(prompts), vocab=(50, 100))
-    packed, isolate = sharing_obstacle(model) is None, family_of(model).isolate
+    packed = sharing_obstacle(model) is None
+    isolate = family_of(model).isolate
     model.zero_grad()
     scores = logprobs.completion_scores(model, model, ScoreRequest(prompts, ids, mask, packed=packed, isolate=isolate))
     scores.logps.sum().backward()
@@ -145,7 +146,8 @@ def assert_kept_features_change_nothing(model, prompts, frozen, monkeypatch, *, 
     add_fused_head(model, outputs=("log_probs",))
     if sharing_obstacle(model) is None:
         install_prefix_attention(model)
-    modules, counts = features.frozen_modules(model), Counter()
+    modules = features.frozen_modules(model)
+    counts = Counter()
     for module in modules:
         count_forwards(module, lambda given, has_graph: counts.update(n=1, graphs=has_graph))
     # Two media of each kind, so that a forward joins features of each kind
@@ -205,9 +207,13 @@ class Counting:
     """Counts the media that encoders see, by generation batch, and forwards in updates."""
 
     def __init__(self, *args, **kwargs):
-        self.batches, self.in_update, self.rollouts, self.updates = [], Counter(), [], False
+        self.batches = []
+        self.in_update = Counter()
+        self.rollouts = []
+        self.updates = False
         super().__init__(*args, **kwargs)
-        self.roll_out, self._generate_and_score_completions = self._generate_and_score_completions, self.counting
+        self.roll_out = self._generate_and_score_completions
+        self._generate_and_score_completions = self.counting
         self.models = [self._unwrapped(self.model)]
         if getattr(self, "ref_model", None) is not None:
             self.models.append(self._unwrapped(self.ref_model))
@@ -334,7 +340,8 @@ def test_an_encoder_sees_each_medium_once_per_generation_batch(adapter, monkeypa
     options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 4, "max_steps": 4, "gradient_checkpointing": True}
     options |= {} if adapter else FROZEN
-    rows, objects = image_rows(), adapted if adapter else None
+    rows = image_rows()
+    objects = adapted if adapter else None
     plain, ours = both(monkeypatch, "grpo", FAMILY, rows, samples=True, objects=objects, **options)
     assert_same(plain, ours)
     before, after = (result.trainer for result in (plain, ours))
@@ -369,7 +376,8 @@ def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
 
 def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
     """Also those of an encoder that is trained, for its forwards with gradients."""
-    moved, to_device = [], features.to_device
+    moved = []
+    to_device = features.to_device
     monkeypatch.setattr(features, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
     options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 4, "max_steps": 4}
@@ -451,7 +459,8 @@ def test_forwards_without_kept_features_follow_those_with(monkeypatch):
 
 @pytest.mark.parametrize("rows", [image_rows, text_rows])
 def test_rows_become_messages_once(rows, monkeypatch):
-    placed, rendered = Counter(), Counter()
+    placed = Counter()
+    rendered = Counter()
     to_messages = prompt_encoder.rows_to_messages
 
     def counting(rows, *args):
@@ -460,7 +469,8 @@ def test_rows_become_messages_once(rows, monkeypatch):
 
     monkeypatch.setattr(prompt_encoder, "rows_to_messages", counting)
     monkeypatch.setattr(row_pass._Part, "rows", lambda part: iter(()))  # which reads all rows, too
-    walked, iter_refs = Counter(), encoded_prompts.iter_refs
+    walked = Counter()
+    iter_refs = encoded_prompts.iter_refs
 
     def walking(messages):
         yield from iter_refs(messages)

@@ -3,6 +3,7 @@
 
 import copy
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_scores_are_those_of_the_models_own_logits(name):
     model, processor, chats = build(name)
     ids = torch.randint(60, 200, (4, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] * 5])
-    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(2)]
+    prompts = [prompt for prompt, _ in product(encode_chats(model, processor, chats), range(2))]
     expected = own_logps(model, prompts, ids, mask, TEMPERATURE)
     expected_gradients = backward(model, expected)
 
@@ -160,7 +161,8 @@ def test_a_copy_scores_by_its_own_weights():
     for _ in range(2):
         add_fused_lm_head(model)  # which TRL's trainers have done before
         assert add_fused_head(model)
-    other, inputs = copy.deepcopy(model), encode(processor, chats[0])
+    other = copy.deepcopy(model)
+    inputs = encode(processor, chats[0])
     with torch.no_grad():
         other.get_decoder().layers[0].mlp.down_proj.weight.mul_(3)
         plain, moved = (each(**inputs).logits for each in (model, other))
@@ -185,7 +187,8 @@ def test_shards_are_cast_before_they_are_joined(dtype):
 
 def test_replaced_attributes_come_back():
     """Methods, attributes, properties, other names of a config, and what was not there before, also after an error."""
-    module, config = torch.nn.Linear(1, 1), WhisperConfig(attn_implementation="eager")
+    module = torch.nn.Linear(1, 1)
+    config = WhisperConfig(attn_implementation="eager")
     values = {"_attn_implementation": "sdpa", "hidden_size": 3, "use_cache": False, "further": 1}
     with pytest.raises(KeyError), replaced(module, forward=len, training=False), replaced(config, **values):
         assert module([1, 2]) == 2 and not module.training

@@ -2,6 +2,7 @@
 """Families with an obstacle to a fast path are exact on a fallback, or raise an error of one sentence."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
     if no_states:
         pytest.skip("padded, its encoder doesn't take all the images of this batch; alone, it does")
     isolate = family_of(model).isolate
-    repeated = [prompt for prompt in prompts for _ in range(G)]
+    repeated = [prompt for prompt, _ in product(prompts, range(G))]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     expected = own_logps(model, repeated, ids, mask)
     own = backward(model, expected)
@@ -91,9 +92,9 @@ def test_equals_the_plain_forward_of_each_completion_and_generate(name):
         )[0, -5:]
         for prompt in prompts
     ]
-    twice = [prompt for prompt in prompts for _ in range(2)]
+    twice = [prompt for prompt, _ in product(prompts, range(2))]
     sampled = sample_completions(PolicyForward(fallbacks=Fallbacks(isolate=isolate)), model, twice, config, 0)
-    assert torch.equal(sampled, torch.stack([row for row in plain for _ in range(2)]))
+    assert torch.equal(sampled, torch.stack([row for row, _ in product(plain, range(2))]))
 
 
 def test_mllama_trains_with_its_processor(tmp_path, caplog):
@@ -144,7 +145,7 @@ def test_values_of_a_model_without_a_backbone(name):
     model, prompts = FAMILIES[name]()
     if name == "llama4" and not LLAMA4_PACKS:
         pytest.skip("this transformers can't create its masks")
-    repeated = [prompt for prompt in prompts for _ in range(G)]
+    repeated = [prompt for prompt, _ in product(prompts, range(G))]
     ids, mask = random_completions(len(repeated), vocab=(50, 100))
     states = []
     handle = model.language_model.lm_head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
@@ -214,7 +215,8 @@ def test_completions_beyond_the_window_of_generate_are_refused(tmp_path):
     assert training_obstacle(model, Words(), window + 1) is None
 
     # Its forward pass matches its samples only up to there
-    prompt, config = prompts[0], hf.GenerationConfig(max_new_tokens=window + 2, do_sample=False, pad_token_id=0)
+    prompt = prompts[0]
+    config = hf.GenerationConfig(max_new_tokens=window + 2, do_sample=False, pad_token_id=0)
     config.update(return_dict_in_generate=True, output_logits=True)
     output = model.generate(prompt.input_ids[None], **prompt.media, generation_config=config)
     with torch.no_grad():

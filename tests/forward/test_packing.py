@@ -5,6 +5,7 @@ import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -107,8 +108,7 @@ def test_load_balancing_loss(name):
             PolicyForward(fallbacks=Fallbacks(**fallbacks))
             .score(model, ScoreRequest(prompts, ids, mask, packed=packed, compute_aux_loss=True))
             .aux_loss
-            for packed in (True, False)
-            for fallbacks in ({}, {"logits_from_model": True}, {"isolate": "prompt"})
+            for packed, fallbacks in product((True, False), ({}, {"logits_from_model": True}, {"isolate": "prompt"}))
         ),
     ]
     gradients = []
@@ -128,7 +128,8 @@ def test_load_balancing_loss(name):
 def test_a_request_that_does_not_say_is_packed_as_the_policy_packs(packing, max_tokens, monkeypatch):
     """So is one for supervised completions; without a policy, rows are packed."""
     model, prompts = build("qwen2_audio")
-    (ids, mask), used = random_completions(len(prompts)), set()
+    (ids, mask) = random_completions(len(prompts))
+    used = set()
     for name in ("_packed_batch", "_padded_batch"):
         batch = getattr(forward, name)
         monkeypatch.setattr(forward, name, lambda *a, _n=name, _b=batch, **more: used.add(_n) or _b(*a, **more))
@@ -192,7 +193,9 @@ def lengths_to_mask(lengths):
 
 def held_masks(layout):
     """Returns the bytes of a layout without indices, each storage once."""
-    storages, seen, todo = {}, set(), [layout]
+    storages = {}
+    seen = set()
+    todo = [layout]
     while todo:
         value = todo.pop()
         if isinstance(value, torch.Tensor) and value.dtype not in (torch.int64, torch.int32):
@@ -207,7 +210,8 @@ def held_masks(layout):
 @pytest.fixture
 def layouts(monkeypatch):
     """Records the layouts of all rows packed from here on."""
-    seen, original = [], forward.pack
+    seen = []
+    original = forward.pack
 
     def spy(*args, **kwargs):
         row = original(*args, **kwargs)
@@ -230,7 +234,7 @@ def layouts(monkeypatch):
 def test_masks_by_definition(sizes, lengths, entries, tril, monkeypatch):
     """Covers prompts together and isolated, of odd lengths, with None or a causal mask."""
     monkeypatch.setattr(layout, "MASK_ENTRIES", entries)
-    prompts = [prompt for prompt in text_prompts(sizes) for _ in range(2)]
+    prompts = [prompt for prompt, _ in product(text_prompts(sizes), range(2))]
     mask = lengths_to_mask([n for length in lengths for n in (length, max(length - 4, 0))])
     whole = torch.tensor([[0, i + 1] for i in range(160)]) if tril else None
     row = pack(prompts, torch.ones_like(mask), mask, [{None: whole}] * len(sizes))
@@ -293,7 +297,7 @@ def test_one_mask_for_the_branches_of_a_prompt(name, checkpointing, layouts):
     if checkpointing:
         enable_checkpointing(model)
     chats = [[{"role": "user", "content": [{"type": "text", "text": "up " * n}]}] for n in (100, 108, 116)]
-    prompts = [prompt for prompt in encode_chats(model, processor, chats) for _ in range(4)]
+    prompts = [prompt for prompt, _ in product(encode_chats(model, processor, chats), range(4))]
     sizes = [len(prompt) for prompt in group_by_prompt(prompts)]
     ids, mask = random_completions(len(prompts), 240)
     longest = int(mask.sum(1).max())

@@ -5,6 +5,7 @@ import copy
 import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -54,13 +55,14 @@ def built(name, chats, attention="sdpa"):
     add_fused_head(model, outputs=("log_probs", "entropy"))
     skip_linear_attention(model)
     install_prefix_attention(model)
-    return model.eval(), [prompt for prompt in prompts for _ in range(G)]
+    return model.eval(), [prompt for prompt, _ in product(prompts, range(G))]
 
 
 def several_questions(name):
     """Chats about the same media, about others, and about none."""
     of_family = ALL_FAMILIES[name].prompts()
-    shared, other = of_family[0][0]["content"], of_family[1]
+    shared = of_family[0][0]["content"]
+    other = of_family[1]
     chats = [chat(*shared, text(LONG + question)) for question in QUESTIONS]
     texts = [chat(text(LONG + question)) for question in QUESTIONS[:2] if name != "paligemma"]  # it requires an image
     return [chats[0], other, *chats[1:], *texts]
@@ -72,12 +74,14 @@ def shared_nodes(model, prompts):
 
 def alone(model, prompts, ids, mask):
     """Scores and gradients of the model's own forward of each completion, without padding."""
-    logps, entropies = torch.zeros(ids.shape), torch.zeros(ids.shape)
+    logps = torch.zeros(ids.shape)
+    entropies = torch.zeros(ids.shape)
     for i, length in enumerate(mask.sum(1).tolist()):
         if length:
             row = prompts[i : i + 1], ids[i : i + 1, :length], mask[i : i + 1, :length]
             scores = completion_scores(model, model, ScoreRequest(*row, packed=False))
-            logps[i, :length], entropies[i, :length] = scores.logps[0], scores.entropies[0]
+            logps[i, :length] = scores.logps[0]
+            entropies[i, :length] = scores.entropies[0]
     return logps, entropies, backward(model, logps, entropies, mask)
 
 
@@ -152,7 +156,7 @@ def test_random_trees(name, cuda, monkeypatch, separate):
         drawn = [60 + torch.randint(0, 2, (n,), generator=generator) for n in sizes]
         drawn += [drawn[0], drawn[1][: sizes[1] // 2 + 1], torch.cat([drawn[2], drawn[3]])]
         unique = [EncodedPrompt(ids, {}, {}, torch.arange(len(ids))[None]) for ids in drawn]
-        prompts = [prompt for prompt in unique for _ in range(2)]
+        prompts = [prompt for prompt, _ in product(unique, range(2))]
         ids, mask = random_completions(len(prompts), seed=seed)
         mask[3] = mask[8:10] = 0
         nodes = dict(trees.walk(trees_of(model, prompts, [1] * len(prompts))))
@@ -168,7 +172,8 @@ def test_random_trees(name, cuda, monkeypatch, separate):
 def test_prefill_shares_what_prompts_start_with(name, separate):
     model, prompts = built(name, several_questions(name))
     tokenizer = ALL_FAMILIES[name].build()[1].tokenizer
-    tokens, results = [], []
+    tokens = []
+    results = []
     handle = model.get_decoder().register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(kwargs["inputs_embeds"].shape[:2].numel()), with_kwargs=True
     )
@@ -248,7 +253,8 @@ def test_micro_batches_keep_prompts_together_that_share_a_clip(separate):
 
 def test_one_completion_of_each_prompt_is_worth_packing():
     model, prompts = built("qwen2_5_vl", several_questions("qwen2_5_vl"))
-    policy, unique = PolicyForward(), [prompts[i * G] for i in (0, 2, 3, 4)]
+    policy = PolicyForward()
+    unique = [prompts[i * G] for i in (0, 2, 3, 4)]
     arguments = unique, [4] * len(unique), len(unique)
     assert not policy.worth_packing(*arguments)
     assert policy.worth_packing(*arguments, model)
@@ -256,7 +262,8 @@ def test_one_completion_of_each_prompt_is_worth_packing():
 
 def test_padded_rows_repeat_their_prompt_and_are_as_long_as_the_longest():
     """Four completions of a prompt: `n + 4 * 4` tokens packed, `4 * (n + 4)` padded; of one, as many."""
-    policy, prompt = PolicyForward(), EncodedPrompt(torch.arange(4), {}, {}, torch.arange(4)[None])
+    policy = PolicyForward()
+    prompt = EncodedPrompt(torch.arange(4), {}, {}, torch.arange(4)[None])
     assert policy.worth_packing([prompt] * 4, [4] * 4, 4)
     assert not policy.worth_packing([prompt], [4], 1)
 
@@ -277,7 +284,8 @@ def test_router_statistics_count_each_token_once_per_completion(separate):
 def test_what_differs_is_not_shared(change):
     """A prompt with another token, position, token field or pixel within the clip's tokens shares what precedes it."""
     model, prompts = built("qwen2_5_vl", several_questions("qwen2_5_vl"))
-    first, second = (prompts[0], prompts[2 * G])
+    first = prompts[0]
+    second = prompts[2 * G]
     place = first.media_span[0] + 1
     assert [node.stop for node in shared_nodes(model, [first, second])] == [57]
     if change == "media":
@@ -298,5 +306,7 @@ def test_what_differs_is_not_shared(change):
 
 
 def ancestors(node, nodes):
-    while (node := nodes[node]) is not None:
+    node = nodes[node]
+    while node is not None:
         yield node
+        node = nodes[node]

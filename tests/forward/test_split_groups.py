@@ -172,7 +172,8 @@ def test_chunks():
     model, prompts = build("qwen2_5_vl")
     unique = list(group_by_prompt(prompts))[:3]
     groups = [[unique[0]] * 4, [unique[1]], [unique[2]] * 3]
-    prompts, lengths = sum(groups, []), [5, 9, 0, 3, 4, 2, 2, 2]
+    prompts = sum(groups, [])
+    lengths = [5, 9, 0, 3, 4, 2, 2, 2]
     budget = len(unique[0]) + 9
     parts = split_by_tokens(prompts, lengths, budget)
     assert sorted(sum(parts, [])) == list(range(8))
@@ -190,7 +191,8 @@ def test_chunks():
 
 def dense(query, key, value, shared_key, shared_value, sequences, index_of, scaling):
     """Each sequence attends to the shared keys of its owner, if it has any, and causally to itself."""
-    groups, outputs = query.size(1) // key.size(1), []
+    groups = query.size(1) // key.size(1)
+    outputs = []
     for (a, b), owner in zip(itertools.pairwise(sequences), index_of, strict=True):
         n_shared = 0 if owner is None else owner.stop - owner.start
         own = [key[a:b], value[a:b]]
@@ -212,7 +214,8 @@ def test_merged_attention_is_that_of_all_keys(with_prompt, sizes, monkeypatch):
     starts = torch.tensor([0, *itertools.accumulate(lengths)])
     of_shared = [slice(0, 7), slice(7, 9)]
     owners = [None] * with_prompt + [of_shared[0], of_shared[0], of_shared[1]]
-    n, size = int(starts[-1]), sizes[0]
+    n = int(starts[-1])
+    size = sizes[0]
     shapes = [(n, 4, size), (n, 2, size), (n, 2, sizes[1]), (9, 2, size), (9, 2, sizes[1])]
     states = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     index = torch.arange(6, n) if with_prompt else None
@@ -237,7 +240,8 @@ def test_merged_attention_of_models(name, budget, monkeypatch):
     ids, mask = random_completions(len(prompts))
     logps, _, expected = padded_reference(model, prompts, ids, mask)
     monkeypatch.setattr(layout, "_COPIED_KEYS", 1)
-    merged, own = [], kernels.merged_attention
+    merged = []
+    own = kernels.merged_attention
     monkeypatch.setattr(kernels, "merged_attention", lambda *args, **kwargs: merged.append(1) or own(*args, **kwargs))
     with cuda_path(monkeypatch):
         scores = split_policy(model, budget).score(model, ScoreRequest(prompts, ids, mask, packed=True))

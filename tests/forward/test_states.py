@@ -3,6 +3,7 @@
 
 import copy
 import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -44,8 +45,9 @@ def build(name):
     prompts = [*encode_chats(model, processor, SPECIAL[name].prompts()), *text_prompts([1])]
     ids, mask = random_completions(len(prompts) * G)
     mask[1] = mask[3:6] = 0  # masks one completion, and all of the second prompt
-    mask[2], mask[6] = torch.arange(7) < 1, torch.arange(7) < 2
-    return model, [prompt for prompt in prompts for _ in range(G)], ids * mask, mask
+    mask[2] = torch.arange(7) < 1
+    mask[6] = torch.arange(7) < 2
+    return model, [prompt for prompt, _ in product(prompts, range(G))], ids * mask, mask
 
 
 def text_prompts(sizes):
@@ -118,10 +120,11 @@ def test_a_copy_runs_its_own_weights(name):
 def test_continued_by_definition(sizes, lengths):
     """Two batches hold each token, a prompt's last one with its completions, and no state covers padding."""
     unique = text_prompts(sizes)
-    prompts = [prompt for prompt in unique for _ in range(3)]
+    prompts = [prompt for prompt, _ in product(unique, range(3))]
     mask = (torch.arange(max(1, *lengths)) < torch.tensor(lengths)[:, None]).long()
     row = pack(prompts, torch.full_like(mask, 9), mask, [{None: None}] * len(sizes))
-    layout, n_tokens = row.layout.state_layout, row.input_ids.size(1)
+    layout = row.layout.state_layout
+    n_tokens = row.input_ids.size(1)
     starts = [start for start, _, prompt, _ in row.layout.segments if start == prompt]
     prompt_mask = torch.ones_like(layout.prompt_index) if layout.prompt_mask is None else layout.prompt_mask
     assert (layout.prompt_mask is None) == (len(set(sizes)) == 1 and sizes[0] > 1)
@@ -184,7 +187,8 @@ def test_mamba_1_forgets_its_state():
 def test_trains_packed(name, trainer_class):
     """Covers sampling and the self-check, which must pass."""
     result = run(trainer_class, name, image_rows(), max_steps=1, per_device_train_batch_size=8, self_check=True)
-    check, trainer = result.trainer.checks.self_check, result.trainer
+    check = result.trainer.checks.self_check
+    trainer = result.trainer
     assert max(check.packed, check.sampled, check.rows) <= 1e-4
     assert trainer._policy.fallbacks.packing and trainer._policy.fallbacks.shared_prefill
     assert result.history[0]["packing/shared_frac"] == 0.75

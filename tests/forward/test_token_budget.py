@@ -154,7 +154,8 @@ def decays(trainer, model, inputs):
 
 @pytest.mark.parametrize("loss", [by_policy, twice, decays])
 def test_a_gradient_that_would_be_lost_is_refused(loss):
-    own, options = type("Own", (InjectedOurs,), {"_compute_loss": loss}), {"max_steps": 1}
+    own = type("Own", (InjectedOurs,), {"_compute_loss": loss})
+    options = {"max_steps": 1}
     assert norm(run(own, "qwen2_5_vl", text_rows(8), **options).update) > 1e-3
     with pytest.raises(RuntimeError, match="The gradient of .* would be lost.*`max_tokens_per_microbatch=None`"):
         run(own, "qwen2_5_vl", text_rows(8), max_tokens_per_microbatch=30, **options)
@@ -187,7 +188,9 @@ class Mostly(PseudoRandom):
     ],
 )
 def test_masked_completions_keep_padded_rows_within_the_budget(trainer_class, family, options):
-    rows, (model, processor), sizes = image_rows(8), load(family), []
+    rows = image_rows(8)
+    (model, processor) = load(family)
+    sizes = []
     options |= {"packing": "padded", "mask_truncated_completions": True, "sampler": Mostly, "max_steps": 1}
     options["reward"] = lambda completion_ids, **kwargs: [float(i % 3) for i in range(len(completion_ids))]
     whole = run(trainer_class, family, rows, media_contribution_steps=0, **options)

@@ -47,7 +47,8 @@ from trl_multimodal_rft.engines.vllm import MultimodalVLLMGeneration
 
 
 STORED = Path(__file__).with_name("golden.json")
-RELATIVE, ABSOLUTE = 1e-5, 1e-6
+RELATIVE = 1e-5
+ABSOLUTE = 1e-6
 
 FAMILY = {
     "text": "qwen2_5_vl",
@@ -223,7 +224,8 @@ def ends_early(generate, eos: int, *args, **inputs):
 
 def calls_a_tool(tokenizer, *args, input_ids, **inputs):
     """`generate` of a model that calls a tool in every other first turn, and otherwise answers."""
-    end, rows = tokenizer.eos_token_id, []
+    end = tokenizer.eos_token_id
+    rows = []
     for row, ids in enumerate(input_ids):
         turns = tokenizer.decode(ids).count("<tool_call>")
         answer = tokenizer.decode(torch.randint(60, 260, (3 + row % 3,)).tolist())
@@ -244,7 +246,8 @@ class Engine(MultimodalVLLMGeneration):
         self.n_synced += 1
 
     def generate(self, prompts, *args, **kwargs):
-        ids, logps = [], []
+        ids = []
+        logps = []
         for place, prompt in enumerate(prompts):
             generator = np.random.default_rng([self.n_synced, place, int(prompt.input_ids.sum())])
             n = int(generator.integers(2, 9))
@@ -268,7 +271,8 @@ def supervised(kind: str):
 def make_trainer(name: str, folder: str, monkeypatch):
     trainer, kind, options = RUNS[name]
     options = dict(options)
-    trainer_class, config_class = TRAINERS[trainer], CONFIGS[trainer]
+    trainer_class = TRAINERS[trainer]
+    config_class = CONFIGS[trainer]
     objects = dict(options.pop("objects", {}))
     if kind == "tool":
         objects |= talking(FAMILY[kind])
@@ -302,7 +306,9 @@ def make_trainer(name: str, folder: str, monkeypatch):
 
 def projected(update: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """Returns the norm of each group of parameters, and its product with a fixed random unit vector."""
-    squares, products, lengths = defaultdict(float), defaultdict(float), defaultdict(float)
+    squares = defaultdict(float)
+    products = defaultdict(float)
+    lengths = defaultdict(float)
     for name, value in update.items():
         parts = [part for part in name.removeprefix("policy.").split(".") if not part.isdigit()]
         group = ".".join(parts[:3])

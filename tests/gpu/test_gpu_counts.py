@@ -28,7 +28,8 @@ def test_counts_of_an_update(case):
     """
     from gpu_counts import per_layer
 
-    base, larger = counted(case), counted(case, group=4)
+    base = counted(case)
+    larger = counted(case, group=4)
     for each, most in zip(("forward", "backward"), MOST[case], strict=True):
         assert base[each].waits.total() <= most, base[each].waits
         assert base[each].totals[1:] == larger[each].totals[1:]

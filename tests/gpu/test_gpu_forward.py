@@ -42,7 +42,8 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
     ids, mask = (each.to(device) for each in random_completions(len(prompts), seed=seed))
     if packed:
         result = completion_scores(model, model, ScoreRequest(prompts, ids, mask, isolate=family_of(model).isolate))
-        logps, entropies = result.logps, result.entropies
+        logps = result.logps
+        entropies = result.entropies
         gradients = backward(model, logps, entropies, mask)
     else:
         logps, entropies, gradients = padded_reference(model, prompts, ids, mask)
@@ -53,7 +54,8 @@ def scores(name, device, dtype, attention="sdpa", packed=True, checkpointing=Fal
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """Records the windows of torch's variable-length kernel, by its calls."""
-    calls, kernel = [], varlen.varlen_attn
+    calls = []
+    kernel = varlen.varlen_attn
 
     @functools.wraps(kernel)  # callers read its signature
     def recorded(*args, **kwargs):
@@ -94,7 +96,8 @@ def test_bfloat16(name, checkpointing, device, kernel_calls):
 @pytest.mark.parametrize("name", gpu_only(["qwen2_5_vl", "qwen2_audio"], "qwen2_5_vl"))
 def test_merged_attention(name, device, monkeypatch):
     """Completions attend to their prompt and to themselves in two calls, as where a copy of keys would be large."""
-    calls, forward = [], kernels.flash_forward
+    calls = []
+    forward = kernels.flash_forward
     monkeypatch.setattr(kernels, "flash_forward", lambda *args: calls.append(args) or forward(*args))
     monkeypatch.setattr(layout, "_COPIED_KEYS", 1)
     check_bfloat16(name, device, "sdpa")
@@ -139,7 +142,9 @@ def check_bfloat16(name, device, attention, checkpointing=False):
 @pytest.mark.parametrize("name", gpu_only(KINDS, "qwen2_audio", "paligemma", "qwen3_vl_moe"))
 def test_shared_prefill_equals_generate(name, device):
     model, plain, processor, prompts = build_to_sample(name)
-    model, plain, tokenizer = model.to(device), plain.to(device), processor.tokenizer
+    model = model.to(device)
+    plain = plain.to(device)
+    tokenizer = processor.tokenizer
     arguments = (config(tokenizer, do_sample=True), tokenizer.pad_token_id, model.device)
     for part in split_samples(prompts, "media"):
         rows = [prompts[i] for i in part]

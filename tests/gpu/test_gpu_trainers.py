@@ -22,7 +22,8 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.checks.rounding import NOISE_FACTOR
 
 
-GRPO, PPO = MultimodalGRPOTrainer, MultimodalPPOTrainer
+GRPO = MultimodalGRPOTrainer
+PPO = MultimodalPPOTrainer
 TEACHER = {"reward": None, "teacher_view": "blank"}
 RUNS = {
     "grpo": (GRPO, "qwen2_5_vl", {"beta": 0.04, "num_iterations": 2, "self_check": True}),
@@ -105,7 +106,8 @@ def test_two_updates(name, device, tmp_path):
     assert any(not torch.equal(parameter, before[each]) for each, parameter in trainer.model.named_parameters())
     assert not any(entry.get("skipped_updates") for entry in trainer.state.log_history)
     if not isinstance(trainer, MultimodalSFTTrainer) and trainer.args.self_check:
-        check, packs = trainer.checks.self_check, trainer.args.packing != "padded"
+        check = trainer.checks.self_check
+        packs = trainer.args.packing != "padded"
         assert check.fallbacks.packing == packs and not check.fallbacks.logits_from_model
         if packs:
             check_tolerances(check)

@@ -124,7 +124,16 @@ def test_memory_is_what_is_estimated(checkpointing, device, freed, tmp_path, mon
     on_gpu = device == "cuda"
     if not on_gpu:  # otherwise the head's tile of the logits dominates a tiny model's memory
         monkeypatch.setattr(head, "_CHUNK_SIZE", 512)
-    preset, group, completion, side = ("3b", 8, 512, 448) if on_gpu else ("tiny", 4, 48, 112)
+    if on_gpu:
+        preset = "3b"
+        group = 8
+        completion = 512
+        side = 448
+    else:
+        preset = "tiny"
+        group = 4
+        completion = 48
+        side = 112
     processor = build_processor()
     plain = Qwen2_5_VLProcessor(**{name: getattr(processor, name) for name in processor.get_attributes()})
     plain.chat_template = processor.chat_template
@@ -195,7 +204,8 @@ class Allocated(Longest):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)], indirect=True)
 def test_states_leave_the_gpu_while_the_model_samples(device, freed, deterministic, tmp_path):
     """Two averages and a reference of the weights, bit for bit."""
-    runs, taken = [], []
+    runs = []
+    taken = []
     for offload in (False, True):
         gc.collect()
         start = torch.cuda.memory_allocated()

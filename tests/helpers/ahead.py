@@ -48,10 +48,12 @@ class Ahead(Wrapped):
     def __init__(self, trainer, max_staleness: int = 2, send=answers, patience: float = 20.0):
         super().__init__(trainer)
         self.events = []
-        self.profile, self.explain = (lambda name: nullcontext()), nullcontext
+        self.profile = lambda name: nullcontext()
+        self.explain = nullcontext
         trainer.vllm_generation = Engine()
         self.flight = trainer.in_flight = InFlight(send, max_staleness, patience)
-        ask, take = self.flight.ask, self.flight.take
+        ask = self.flight.ask
+        take = self.flight.take
         self.flight.ask = lambda batch_index, *args, **kwargs: (
             self.events.append(("ask", batch_index)),
             ask(batch_index, *args, **kwargs),

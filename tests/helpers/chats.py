@@ -24,7 +24,8 @@ def mosaic(frames: int, height: int, width: int, seed: int) -> np.ndarray:
     Returns frames `(frames, height, width, 3)` with random colours in blocks of 14 x 14 pixels. Patches of white noise
     would all look alike to a tower.
     """
-    rows, columns = -(-height // 14), -(-width // 14)
+    rows = -(-height // 14)
+    columns = -(-width // 14)
     colours = np.random.default_rng(seed).integers(0, 256, (frames, rows, columns, 3), dtype=np.uint8)
     return colours.repeat(14, axis=1).repeat(14, axis=2)[:, :height, :width]
 
@@ -48,7 +49,8 @@ def turn(role: str, content: str | list[dict]) -> list[dict]:
     return [{"role": role, "content": content}]
 
 
-user, assistant = partial(turn, "user"), partial(turn, "assistant")
+user = partial(turn, "user")
+assistant = partial(turn, "assistant")
 
 
 def chat(*blocks: dict) -> list[dict]:

@@ -3,6 +3,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def subject(
         "sample": sample,
         "generating": lambda: nullcontext(model),
     }
-    repeated = [i for i in range(len(prompts)) for _ in range(G)]
+    repeated = [i for i, _ in product(range(len(prompts)), range(G))]
     return Subject(
         model, policy, [prompts[i] for i in repeated], [messages[i] for i in repeated], RunSettings(**settings | more)
     )
@@ -110,7 +111,8 @@ def released(family: str, rows: Any, **options: Any) -> Subject:
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
     inputs = {"input_ids": torch.arange(40, 60)[None]}
-    generator, half = torch.Generator().manual_seed(1), torch.finfo(torch.bfloat16).eps / 2
+    generator = torch.Generator().manual_seed(1)
+    half = torch.finfo(torch.bfloat16).eps / 2
 
     def rounded(module, args, output):
         # Half of a unit in the last place up or down, for a fifth of the values each

@@ -10,7 +10,12 @@ import numpy as np
 from .files import video_file
 
 
-WIDTH, HEIGHT, RATE, FRAMES, GROUP = 96, 64, 10, 60, 12  # in pixels, frames per second, and frames
+# in pixels, frames per second, and frames
+WIDTH = 96
+HEIGHT = 64
+RATE = 10
+FRAMES = 60
+GROUP = 12
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 
 # A group of 12 frames begins with a keyframe. In an open group, up to 3 frames that refer to a keyframe are shown
@@ -47,7 +52,9 @@ def trimmed(data, start, hidden, container="mp4"):
         first = [i for i, packet in enumerate(packets) if packet.is_keyframe][1]
         zero = times[times.index(packets[first].pts) + hidden]
         for packet in packets[first + start :]:
-            packet.pts, packet.dts, packet.stream = packet.pts - zero, packet.dts - zero, copy
+            packet.pts = packet.pts - zero
+            packet.dts = packet.dts - zero
+            packet.stream = copy
             target.mux(packet)
     return out.getvalue()
 

@@ -38,7 +38,8 @@ class _Kernel(torch.autograd.Function):
 def attend(query, key, value, sequences, window, scaling):
     """Returns attention and the log-sum-exp of scores, `(heads, tokens)`. Asserts what the CUDA kernel requires."""
     _check(query, key, value, sequences)
-    outputs, lses = [], []
+    outputs = []
+    lses = []
     for _, _, q, k, v in _sequences(query, key, value, sequences):
         scores = _scores(q, k, window, scaling)
         outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
@@ -55,7 +56,8 @@ def gradients(gradient, query, key, value, output, lse, sequences, window, scali
     assert gradient.shape == output.shape == query.shape and gradient.dtype == output.dtype == query.dtype
     assert lse.shape == (query.size(1), len(query)) and lse.dtype == _wide(query).dtype and lse.is_contiguous()
     of_query, of_key, of_value = (torch.zeros_like(_wide(tensor)) for tensor in (query, key, value))
-    starts, groups = sequences[1].tolist(), query.size(1) // key.size(1)
+    starts = sequences[1].tolist()
+    groups = query.size(1) // key.size(1)
     for i, (a, b, q, k, v) in enumerate(_sequences(query, key, value, sequences)):
         d_out, out = (_wide(tensor[a:b]).transpose(0, 1) for tensor in (gradient, output))
         p = (_scores(q, k, window, scaling) - lse[:, a:b, None]).exp()
@@ -101,7 +103,8 @@ def _sequences(query, key, value, sequences):
 
 
 def _scores(query, key, window, scaling):
-    n, m = query.size(1), key.size(1)
+    n = query.size(1)
+    m = key.size(1)
     left, right = (side if side >= 0 else n + m for side in window)
     # Positions of keys relative to queries, `(n, m)`
     distances = torch.arange(m)[None] - torch.arange(m - n, m)[:, None]
@@ -129,7 +132,8 @@ class VarlenKernel:
 
 def _computed(queries, keys, window) -> int:
     """Returns the number of pairs of queries and keys in a window, for sequences with these numbers of both."""
-    total, (left, right) = 0, window
+    total = 0
+    (left, right) = window
     for n, m in zip(queries, keys, strict=True):
         last = torch.arange(m - n, m)  # the key at the position of each query
         first = torch.zeros_like(last) if left < 0 else (last - left).clamp(min=0)
@@ -174,7 +178,8 @@ class Attentions(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.planned = [], set()
+        self.calls = []
+        self.planned = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.nn.functional.scaled_dot_product_attention:

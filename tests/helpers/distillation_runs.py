@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The distillation trainers of TRL and of this package, with pseudo-random completions and a teacher that differs."""
 
+from itertools import product
+
 import torch
 from datasets import Dataset
 from trl import DistillationTrainer
@@ -40,7 +42,7 @@ def teacher(family: str, distance: float = 0.05):
 def distill(trainer_class, family: str, dataset, objects=None, **options):
     """Trains on the rows of a dataset in their order, with 4 completions per row."""
     if not issubclass(trainer_class, MultimodalDistillationTrainer):  # TRL's trainer samples one completion per row
-        dataset = Dataset.from_list([row for row in dataset for _ in range(4)])
+        dataset = Dataset.from_list([row for row, _ in product(dataset, range(4))])
     objects = {"teacher_model": teacher(family), **(objects or {})}
     options = {"learning_rate": 0.1, "shuffle_dataset": False, **options}
     return run(trainer_class, family, dataset, reward=None, objects=objects, **options)

@@ -52,7 +52,8 @@ def assert_same_features(prompt, expected):
 
 def extended(inputs, ids: torch.Tensor, **fill) -> dict:
     """Returns a prompt's inputs with a completion appended. The completion's token fields are 0, or as in `fill`."""
-    shape, fill = inputs["input_ids"].shape, {"attention_mask": 1, **fill}
+    shape = inputs["input_ids"].shape
+    fill = {"attention_mask": 1, **fill}
     per_token = {name: value for name, value in inputs.items() if value.shape == shape}
     padded = {
         name: torch.nn.functional.pad(v, (0, len(ids)), value=fill.get(name, 0)) for name, v in per_token.items()

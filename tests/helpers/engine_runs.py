@@ -40,7 +40,8 @@ class Recorded(MultimodalGRPOTrainer):
         self.draws.append(draw)
 
     def _own_logps(self, prompt, ids):
-        model, n = self._unwrapped(self.model), len(ids)
+        model = self._unwrapped(self.model)
+        n = len(ids)
         fields = {name: torch.nn.functional.pad(value, (0, n))[None] for name, value in prompt.token_fields.items()}
         if not self.own_positions:
             after = prompt.position_ids[..., -1:] + 1 + torch.arange(n)  # positions of the completion, as of text

@@ -32,7 +32,9 @@ from urllib.request import Request, urlopen
 
 
 LENGTH = 6  # tokens of a completion
-SHORTEST, LONGEST = 0.2907, 8.0  # bounds of latencies with the mean 1
+# bounds of latencies with the mean 1
+SHORTEST = 0.2907
+LONGEST = 8.0
 
 
 def latency(number: int) -> float:
@@ -64,11 +66,14 @@ class Engine:
     """
 
     def __init__(self, slots: int):
-        self.slots, self.paused = slots, False
+        self.slots = slots
+        self.paused = False
         self.waiting: deque[tuple[Group, float]] = deque()  # groups and seconds
         self.running: list[tuple[float, int, Group]] = []  # heap by the end, with numbers that decide ties
-        self._numbers, self._changed = itertools.count(), threading.Condition()
-        self._time, self._last = 0.0, time.monotonic()
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._time = 0.0
+        self._last = time.monotonic()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _now(self) -> float:
@@ -128,7 +133,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, state: "State"):
         super().__init__(("127.0.0.1", state.config["port"]), Handler)
-        self.state, self.engine = state, Engine(state.config["slots"])
+        self.state = state
+        self.engine = Engine(state.config["slots"])
         self.connections: set[socket.socket] = set()
         self.adapters: list[str] = []
         self.instance = str(time.time_ns())  # time of its start, as in vLLM
@@ -141,7 +147,9 @@ class Server(ThreadingHTTPServer):
         if path == "/fake/fault":
             self.state.faults.append(body)
             return {}
-        state, engine, record = self.state, self.engine, body
+        state = self.state
+        engine = self.engine
+        record = body
         if path in ("/pause", "/resume"):
             engine.pause(path == "/pause")
             record = {name: value for name, [value] in query.items()}
@@ -161,7 +169,8 @@ class Server(ThreadingHTTPServer):
 
     def complete(self, handler: "Handler", body: Any) -> Any:
         """Returns completions once their time is over, or `None` as soon as the client is gone."""
-        state, params = self.state, body["sampling_params"]
+        state = self.state
+        params = body["sampling_params"]
         prompt = [body["token_ids"], body["features"] and body["features"]["mm_hashes"]]
         first_seed = 0 if params.get("temperature") == 0 else params.get("seed")
         first_seed = random.getrandbits(32) if first_seed is None else first_seed
@@ -172,7 +181,8 @@ class Server(ThreadingHTTPServer):
             if handler.is_gone():
                 self.engine.drop(group)
                 return None
-        choices, vocabulary = [], state.config["words"]
+        choices = []
+        vocabulary = state.config["words"]
         for i in range(params["n"]):
             drawn_bytes = digest(prompt, first_seed + i, body.get("cache_salt"))[: min(LENGTH, params["max_tokens"])]
             ids = [vocabulary[item % len(vocabulary)] for item in drawn_bytes]
@@ -238,8 +248,10 @@ class Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_GET(self):
-        state, server = self.server.state, self.server
-        config, model = state.config, state.config["model_config"]["model"]
+        state = self.server.state
+        server = self.server
+        config = state.config
+        model = state.config["model_config"]["model"]
         answers = {
             "/health": {},
             "/version": {"version": config["version"]},
@@ -259,8 +271,10 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, answers[urlsplit(self.path).path])
 
     def do_POST(self):
-        url, text = urlsplit(self.path), self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body, server = json.loads(text) if text else None, self.server
+        url = urlsplit(self.path)
+        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.loads(text) if text else None
+        server = self.server
         if url.path == "/v1/load_lora_adapter" and body["lora_name"] in server.adapters:
             return self._send(400, {"error": {"message": "The lora adapter has already been loaded."}})
         if url.path != "/inference/v1/generate":

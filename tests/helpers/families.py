@@ -17,6 +17,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def encode(processor: hf.ProcessorMixin, messages: list[dict], **options) -> hf.
 
 def greedy(model, processor, messages, length=6) -> str:
     """Returns the text that `generate` alone decodes greedily from a chat, with placeholders suppressed."""
-    names = (f"{kind}_token_{name}" for kind in ("image", "audio", "video") for name in ("id", "index"))
+    names = (f"{kind}_token_{name}" for kind, name in product(("image", "audio", "video"), ("id", "index")))
     config = hf.GenerationConfig(
         max_new_tokens=length,
         eos_token_id=processor.tokenizer.eos_token_id,
@@ -157,7 +158,7 @@ def tokenizer(**named: str) -> hf.PreTrainedTokenizerFast:
 
 def tile_tokens(mark: str, side: int) -> dict[str, str]:
     """Returns tokens of an image's tiles by names such as `row_1_col_2`, up to `side` rows and columns."""
-    positions = [(row, column) for row in range(1, side + 1) for column in range(1, side + 1)]
+    positions = [(row, column) for row, column in product(range(1, side + 1), range(1, side + 1))]
     return {f"row_{row}_col_{column}": mark.format(row, column) for row, column in positions}
 
 
@@ -253,7 +254,7 @@ def build(name: str, tokens: dict[str, str], *parts, processor: dict | None = No
         )
     scale = more.pop("scale", 6.0)
     settings = inspect.signature(model_class.config_class).parameters
-    ids = {f"{name}_token_{kind}": name for name in tokens for kind in ("id", "index")}
+    ids = {f"{name}_token_{kind}": name for name, kind in product(tokens, ("id", "index"))}
     more = {**{setting: name for setting, name in ids.items() if setting in settings}, **more}
     decoder_settings = decoder(words, **resolved(text or {}, words))
     if "text_config" in model_class.config_class.sub_configs:
@@ -425,7 +426,8 @@ class MelExtractor(hf.GraniteSpeechFeatureExtractor):
     def __init__(self, mels: int):
         hf.SequenceFeatureExtractor.__init__(self, feature_size=mels, sampling_rate=RATE, padding_value=0.0)
         self.melspec_kwargs = {"hop_length": 160}
-        self.projector_window_size, self.projector_downsample_rate = 15, 5
+        self.projector_window_size = 15
+        self.projector_downsample_rate = 5
         self.filters = mel_filter_bank(257, mels, 0, RATE / 2, RATE)
 
     def __call__(self, audios, device="cpu"):
@@ -525,7 +527,8 @@ def llava_gpt_oss():
 
 @family(SPECIAL, image_prompts, "image")
 def llava_next_granite():
-    tiles, text = {"image_grid_pinpoints": TILES}, {"model_type": "granite", "logits_scaling": 8.0}
+    tiles = {"image_grid_pinpoints": TILES}
+    text = {"model_type": "granite", "logits_scaling": 8.0}
     return of_llava("LlavaNext", hf.LlavaNextImageProcessor(**CROP, **tiles), text, **tiles)
 
 
@@ -881,10 +884,13 @@ def minicpmv4_6():
 
 @family(MORE_FAMILIES, image_video_prompts, "image", "video")
 def ernie4_5_vl_moe():
-    tokens, blocks = {}, {}
+    tokens = {}
+    blocks = {}
     for kind in ("image", "video"):
         mark = kind.upper()
-        start, end, tokens[kind] = f"<|{mark}_START|>", f"<|{mark}_END|>", f"<|{mark}_PLACEHOLDER|>"
+        start = f"<|{mark}_START|>"
+        end = f"<|{mark}_END|>"
+        tokens[kind] = f"<|{mark}_PLACEHOLDER|>"
         tokens |= {f"{kind}_start": start, f"{kind}_end": end}
         blocks[kind] = f"{start}{tokens[kind]}{end}"
     rope = {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]}
@@ -1173,7 +1179,8 @@ def apertus1p5():
 
 @family(MORE_FAMILIES, single_audio_prompts, "audio", since="5.24")
 def omniasr():
-    kernels, strides = [10, 3, 3, 3, 3, 2, 2], [8, 4, 4, 2, 2, 2, 2]
+    kernels = [10, 3, 3, 3, 3, 2, 2]
+    strides = [8, 4, 4, 2, 2, 2, 2]
     convolutions = {"conv_dim": [16] * 7, "conv_kernel": kernels, "conv_stride": strides}
     positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
     return build(

@@ -59,7 +59,8 @@ def sound_by_ffmpeg(samples, rate, name, codec, mux=None, **options) -> bytes:
         stream = container.add_stream(codec, rate=rate, layout="mono", options=options)
         stream.bit_rate = 64000
         frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples.T), format="fltp", layout="mono")
-        frame.sample_rate, context = rate, stream.codec_context
+        frame.sample_rate = rate
+        context = stream.codec_context
         resampler = av.AudioResampler(context.format.name, "mono", rate, frame_size=context.frame_size or 0)
         for piece in [*resampler.resample(frame), *resampler.resample(None)]:
             container.mux(stream.encode(piece))

@@ -22,10 +22,12 @@ def save_wide(family, folder):
     model, processor = FAMILIES[family].build()
     config = copy.deepcopy(model.config)
     if family == "qwen2_audio":
-        config.audio_config.d_model, config.audio_config.encoder_ffn_dim = 64, 128
+        config.audio_config.d_model = 64
+        config.audio_config.encoder_ffn_dim = 128
         config.text_config.intermediate_size = 128
     else:
-        config.vision_config.hidden_size, config.vision_config.intermediate_size = 64, 128
+        config.vision_config.hidden_size = 64
+        config.vision_config.intermediate_size = 128
         config.text_config.intermediate_size = 128
     torch.manual_seed(0)
     model = type(model)(config)

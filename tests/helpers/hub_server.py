@@ -106,7 +106,10 @@ class _Refused(Exception):
     """An error response, with the Hub's code for the error."""
 
     def __init__(self, status: int, message: str, code: str | None = None, commit: Commit | None = None):
-        self.status, self.message, self.code, self.commit = status, message, code, commit
+        self.status = status
+        self.message = message
+        self.code = code
+        self.commit = commit
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         return token
 
     def _repo(self, kind: str, repo: str) -> Repo:
-        repository, token = self.hub.repos.get((kind, repo)), self._token()
+        repository = self.hub.repos.get((kind, repo))
+        token = self._token()
         if repository is None or repository.private and (token is None or token.user != repo.split("/")[0]):
             raise _Refused(404 if token else 401, "Repository not found", "RepoNotFound")
         return repository
@@ -213,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
         request = json.loads(self.body)
         owner = request["organization"] or self._writer().user
         self._writer(owner)
-        kind, repo = f"{request.get('type') or 'model'}s", f"{owner}/{request['name']}"
+        kind = f"{request.get('type') or 'model'}s"
+        repo = f"{owner}/{request['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{repo}"
         if (kind, repo) in self.hub.repos:
             return self._json({"error": "You already created this repo", "url": url}, 409)

@@ -58,7 +58,8 @@ def ask(repo: str) -> dict:
     """Runs the quick start of a repository's model card verbatim. Returns the card, and the inputs and the answer."""
     card = ModelCard.load(repo)
     (code,) = re.findall(r"## Quick start\n\n```python\n(.*?)```", card.text, re.DOTALL)
-    namespace, printed = {"__name__": "__main__"}, io.StringIO()
+    namespace = {"__name__": "__main__"}
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, repo, "exec"), namespace)
     return {

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 
@@ -25,6 +26,5 @@ def by_turns(cases: Iterable, others: Sequence, mark: pytest.MarkDecorator = pyt
     """Combines cases with others. One combination per case isn't marked: of 1, 2, 3 and a, b, those are 1a, 2b, 3a."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), other, marks=[mark] * (j != i % len(others)))
-        for i, case in enumerate(cases)
-        for j, other in enumerate(others)
+        for (i, case), (j, other) in product(enumerate(cases), enumerate(others))
     ]

@@ -34,7 +34,10 @@ from trl_multimodal_rft.data.reading.rules import MediaRules
 RULES = MediaRules(max_image_pixels=2**21, max_audio_seconds=60.0, max_video_seconds=60.0, max_video_pixels=2**24)
 MOST_MEGABYTES = 300  # memory that an input may add
 MOST_SECONDS = 15  # per input, also on a busy machine
-RATE, WIDTH, HEIGHT = 8000, 64, 48  # in Hz and pixels
+# in Hz and pixels
+RATE = 8000
+WIDTH = 64
+HEIGHT = 48
 
 # Audit events of started processes
 STARTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty.spawn")
@@ -173,7 +176,8 @@ def opened_of(watch):
 
 
 def main(folder, seed, seconds, only=None):
-    secrets, files = folder / "secrets", folder / "files"
+    secrets = folder / "secrets"
+    files = folder / "files"
     secrets.mkdir(), files.mkdir()
     intact_files = {"image": dict(images()), "audio": dict(sounds()), "video": dict(videos())}
     decoy = secrets / "decoy.mp4"
@@ -186,7 +190,8 @@ def main(folder, seed, seconds, only=None):
     # Intact files: at least one decoder must load a file. This also imports the decoders, before opened files count.
     for kind, entry in intact_files.items():
         for name, data in entry.items():
-            ref, loaded = MediaRef(kind, data, {}, kind, 0, rules=RULES), False
+            ref = MediaRef(kind, data, {}, kind, 0, rules=RULES)
+            loaded = False
             for number in range(6):
                 with contextlib.suppress(MediaError):
                     loaded = loaded or loads(ref, random.Random(number))
@@ -199,14 +204,18 @@ def main(folder, seed, seconds, only=None):
     assert libc.inotify_add_watch(watch, os.fsencode(secrets), IN_OPEN) >= 0
     sys.addaudithook(listen)
     # Damaged files, half of them on disk
-    deadline, number, n_loaded, n_rejected = time.monotonic() + seconds, -1, 0, 0
+    deadline = time.monotonic() + seconds
+    number = -1
+    n_loaded = 0
+    n_rejected = 0
     while only is not None or time.monotonic() < deadline:
         number += 1
         chance = random.Random(f"{seed} {number if only is None else only}")
         kind = chance.choice(list(intact_files))
         name, data = chance.choice(list(intact_files[chance.choice([kind, kind, kind, *intact_files])].items()))
         way, data = damaged(data, all_files, texts, chance)
-        source, allowed = data, []
+        source = data
+        allowed = []
         if chance.random() < 0.5:
             source = str(files / f"{number}{chance.choice(['.mp4', '.wav', '.png', '.m3u8', '.sdp', '.eps', ''])}")
             Path(source).write_bytes(data)
@@ -214,7 +223,8 @@ def main(folder, seed, seconds, only=None):
         label = f"{number} as {kind}: {name}, {way}, {len(data)} bytes"
         (folder / "last.txt").write_text(label)
         heard.clear()
-        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.monotonic()
         faulthandler.dump_traceback_later(MOST_SECONDS, exit=True)
         try:
             loaded = loads(MediaRef(kind, source, {}, kind, 7, rules=RULES), chance)

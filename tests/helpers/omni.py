@@ -18,7 +18,8 @@ def released(family: str) -> hf.PreTrainedModel:
     """Returns an omni model with speech modules around a thinker of the family."""
     thinker = FAMILIES[family].build()[0]
     if family == OMNI:
-        model_class, config_class = hf.Qwen2_5OmniForConditionalGeneration, hf.Qwen2_5OmniConfig
+        model_class = hf.Qwen2_5OmniForConditionalGeneration
+        config_class = hf.Qwen2_5OmniConfig
         small = {**SPEAKER, "hidden_size": 32, "head_dim": 16}
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
         encoder = {"channels": [8, 8, 8], "kernel_sizes": [3, 3, 3], "dilations": [1, 1, 1], "emb_dim": 8, "dim": 8}
@@ -34,7 +35,8 @@ def released(family: str) -> hf.PreTrainedModel:
             },
         }
     else:
-        model_class, config_class = hf.Qwen3OmniMoeForConditionalGeneration, hf.Qwen3OmniMoeConfig
+        model_class = hf.Qwen3OmniMoeForConditionalGeneration
+        config_class = hf.Qwen3OmniMoeConfig
         small = {**SPEAKER, "hidden_size": 32, "head_dim": 16, "vocab_size": 64}
         experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
         rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}

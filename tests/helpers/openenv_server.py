@@ -13,7 +13,8 @@ COLORS = {"red": [200, 0, 0], "green": [0, 200, 0]}
 
 def png(color: str) -> str:
     """Returns a picture in base64."""
-    PIL.Image.new("RGB", (56, 84), tuple(COLORS[color])).save(file := BytesIO(), "PNG")
+    file = BytesIO()
+    PIL.Image.new("RGB", (56, 84), tuple(COLORS[color])).save(file, "PNG")
     return b64encode(file.getvalue()).decode()
 
 
@@ -40,7 +41,8 @@ def lamp():
         state = State()
 
         def reset(self, seed=None, episode_id=None, wanted="red", screenshot=None, shown=None) -> Seen:
-            self.wanted, self.n_steps = wanted, 0
+            self.wanted = wanted
+            self.n_steps = 0
             if shown is not None:
                 return Seen(shown=shown)
             frame = f"data:image/png;base64,{png('red')}"
@@ -75,7 +77,8 @@ def album():
 
     class Album(MCPEnvironment):
         SUPPORTS_CONCURRENT_SESSIONS = True
-        state, _step_impl = State(), None
+        state = State()
+        _step_impl = None
 
         def __init__(self):
             server = FastMCP("album")

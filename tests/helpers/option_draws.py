@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from inspect import get_annotations
+from itertools import product
 from pathlib import Path
 
 from trl import GRPOConfig, RLOOConfig, SFTConfig
@@ -77,7 +78,10 @@ VALUES = {
     "ema_decay": [None, 0.9],
     "entropy_source": [
         "rollout",
-        *(f"{policy}(scope={scope!r})" for policy in ("rollout", "current") for scope in ("sequence", "micro_batch")),
+        *(
+            f"{policy}(scope={scope!r})"
+            for policy, scope in product(("rollout", "current"), ("sequence", "micro_batch"))
+        ),
         *("current", "rollout(renormalize=True)", "current(renormalize=True, scope='sequence')"),
     ],
     "freeze": [None, ["projector"], ["vision_tower", "projector"], ["audio_tower", "projector"]],
@@ -258,7 +262,8 @@ KINDS = ["grpo", "grpo", "grpo", "rloo", "ppo", "ppo", "sft", "distillation"]
 
 def _drawn(seed: int, generator: random.Random) -> Draw:
     # Trainer, media and batches
-    kind, rows = generator.choice(KINDS), generator.choice([*FAMILIES])
+    kind = generator.choice(KINDS)
+    rows = generator.choice([*FAMILIES])
     size, accumulated, batches, group = generator.choice(SHAPES)
     options = {"per_device_train_batch_size": 4 // accumulated, "gradient_accumulation_steps": accumulated}
     if kind != "sft":

@@ -2,6 +2,7 @@
 """Models that run packed rows, and gradients and results of padded rows to compare with."""
 
 import inspect
+from itertools import product
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def build(name, attention="sdpa", device="cpu", dtype=torch.float32):
     skip_linear_attention(model)
     assert sharing_obstacle(model) is None
     install_prefix_attention(model)
-    return model.to(device, dtype), [prompt for prompt in prompts for _ in range(G)]
+    return model.to(device, dtype), [prompt for prompt, _ in product(prompts, range(G))]
 
 
 def backward(model, logps, entropies=0, mask=1):

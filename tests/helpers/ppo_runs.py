@@ -19,7 +19,8 @@ class Sampled(Recording, RemembersPacking, MultimodalPPOTrainer):
     """Trainer that also records the critic's values of each micro-batch and the weights before each update."""
 
     def __init__(self, *args, **kwargs):
-        self.values, self.weights = [], []
+        self.values = []
+        self.weights = []
         super().__init__(*args, **kwargs)
 
     def _loss(self, scores, inputs):

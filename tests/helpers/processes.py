@@ -12,7 +12,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 # Seconds that tests wait for a process, and that ranks wait for each other. Even on a busy machine, only a process
 # that hangs takes so long.
-PATIENCE, COLLECTIVE = 1800, 600
+PATIENCE = 1800
+COLLECTIVE = 600
 
 
 def free_port() -> int:

@@ -15,11 +15,13 @@ _PAPER = re.compile(r"https://huggingface\.co/papers/([\d.]+)")
 
 def sources(text: str) -> dict[str, str]:
     """Returns URLs by the names of sources, from lines such as `# Sources: easyr1 https://...` and the lines below."""
-    urls, in_sources = {}, False
+    urls = {}
+    in_sources = False
     for line in text.splitlines():
         field = re.match(r"# (\w+): ", line)
         in_sources = field[1] == "Sources" if field else in_sources
-        if in_sources and (entry := re.fullmatch(r"#(?: Sources:)?\s+(\w+) (https://\S+)", line)):
+        entry = re.fullmatch(r"#(?: Sources:)?\s+(\w+) (https://\S+)", line)
+        if in_sources and entry:
             urls[entry[1]] = entry[2]
     return urls
 
@@ -30,12 +32,14 @@ def origins(text: str) -> dict[str, tuple[str, ...]]:
 
     The comment names a source with lines, or a paper with a note, or is `ours`. `; ` separates several origins.
     """
-    urls, names = sources(text), {}
+    urls = sources(text)
+    names = {}
     for name, url in urls.items():
         if not (_PINNED.fullmatch(url) or _PAPER.fullmatch(url)):
             raise ValueError(f"source {name}: {url} may change; link to a file at a commit, or to a paper.")
     for line in text.splitlines():
-        if not (parts := re.match(r"(\w+): +(.+)", line)):
+        parts = re.match(r"(\w+): +(.+)", line)
+        if not parts:
             continue
         key, value_and_comment = parts.groups()
         value, mark, comment = value_and_comment.partition("  # ")

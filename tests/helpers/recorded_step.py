@@ -37,7 +37,8 @@ class Operations(TorchDispatchMode):
             tensor.untyped_storage().data_ptr() for tensor in tree_leaves([args, kwargs or {}]) if is_tensor(tensor)
         }
         for tensor in filter(is_tensor, tree_leaves(output)):
-            if (address := tensor.untyped_storage().data_ptr()) not in input_addresses:
+            address = tensor.untyped_storage().data_ptr()
+            if address not in input_addresses:
                 self._made.add(address)
         return output
 
@@ -63,7 +64,8 @@ class RecordedStep(GraphedStep):
         self.instances.append(self)
 
     def capture(self, step):
-        self._step, self._is_new = step, True
+        self._step = step
+        self._is_new = True
         self._calls, output = self._run()
         self.captures += 1
         return output

@@ -51,6 +51,7 @@ class Injected(NaiveExperienceMaker):
     """Experience maker with injected completions, see [`pseudo_random`]."""
 
     def generate_samples(self, all_prompts, **generate_kwargs):
-        drawn, eos_id = self.__dict__.setdefault("drawn", Counter()), self.tokenizer.eos_token_id
+        drawn = self.__dict__.setdefault("drawn", Counter())
+        eos_id = self.tokenizer.eos_token_id
         with completing(lambda prompts, longest: pseudo_random(prompts, longest, eos_id, drawn)):
             return super().generate_samples(all_prompts, **generate_kwargs)

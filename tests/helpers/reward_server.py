@@ -26,7 +26,9 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, answer: Callable):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.requests, self.images_sent = answer, [], 0
+        self.answer = answer
+        self.requests = []
+        self.images_sent = 0
         self.headers_seen: list = []
         self.busy = self.most_busy = 0
         self.location = "/elsewhere"  # target of answers with a redirect status
@@ -53,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         answer = server.answer(request)
         with server.lock:
             server.busy -= 1
-        status, body = answer if isinstance(answer, tuple) else (200, answer)
+        if not isinstance(answer, tuple):
+            answer = (200, answer)
+        status, body = answer
         self.reply(status, body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def do_GET(self):

@@ -10,7 +10,8 @@ class Wrapped:
     samples_policy = False
 
     def __init__(self, trainer):
-        self.trainer, self.inner = trainer, trainer.sampler
+        self.trainer = trainer
+        self.inner = trainer.sampler
         self.tokenizer = trainer._tokenizer
 
     def __getattr__(self, name):

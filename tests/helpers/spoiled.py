@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import requests
 
 
-VOCABULARY, PLACEHOLDER = 10**6, 7
+VOCABULARY = 10**6
+PLACEHOLDER = 7
 GENERATE = "/inference/v1/generate"
 
 
@@ -138,13 +139,17 @@ class Proxy(ThreadingHTTPServer):
 
     def __init__(self, target: str):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.url, self.target = f"http://127.0.0.1:{self.server_port}", target
-        self.over, self.lock = threading.Event(), threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.target = target
+        self.over = threading.Event()
+        self.lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
         self.change: Callable[[dict], Any] = lambda answer: answer
-        self.n_spoiled, self.asked, self.body = 0, Counter(), b""
+        self.n_spoiled = 0
+        self.asked = Counter()
+        self.body = b""
         self.hang: set[str] = set()
         self.fail: set[str] = set()
         self.drops: Counter[str] = Counter()
@@ -165,7 +170,8 @@ class Handler(BaseHTTPRequestHandler):
         self.pass_on("POST")
 
     def pass_on(self, method: str) -> None:
-        proxy, path = self.server, self.path.partition("?")[0]
+        proxy = self.server
+        path = self.path.partition("?")[0]
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if path in proxy.hang:
             return self.end(proxy.over.wait())
@@ -192,8 +198,9 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, b"", 10**6)
             while not proxy.over.wait(0.05):
                 self.wfile.write(b" ")
-        code, content = spoiled if isinstance(spoiled, tuple) else (200, json.dumps(spoiled).encode())
-        self.answer(code, content)
+        if not isinstance(spoiled, tuple):
+            spoiled = (200, json.dumps(spoiled).encode())
+        self.answer(*spoiled)
 
     def answer(self, code: int, content: bytes, length: int | None = None) -> None:
         self.send_response(code)

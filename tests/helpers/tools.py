@@ -39,7 +39,8 @@ def call(name: str = "show", **arguments) -> str:
 
 def first_calls(n: int, tokenizer, tool: str = "look_up") -> list[list[int]]:
     """Returns the ids of `n` first turns. Every other turn calls a tool."""
-    ids, end = tokenizer(call(tool, word="cat"))["input_ids"], tokenizer.eos_token_id
+    ids = tokenizer(call(tool, word="cat"))["input_ids"]
+    end = tokenizer.eos_token_id
     return [[*ids, end] if i % 2 else [60 + i, 61, end] for i in range(n)]
 
 
@@ -87,14 +88,17 @@ class Saying(Wrapped):
 
     def __init__(self, trainer, script: dict[int, list[str]], unanswered: dict[int, int] | None = None):
         super().__init__(trainer)
-        self.script, self.unanswered = script, unanswered or {}
+        self.script = script
+        self.unanswered = unanswered or {}
 
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
-            self.turn, indices = 0, range(len(prompts))
+            self.turn = 0
+            indices = range(len(prompts))
             self.rendered = [self.tokenizer.decode(prompt.input_ids) for prompt in prompts]
         else:
-            self.turn, indices = self.turn + 1, [index for index, _ in branches.continuations]
+            self.turn = self.turn + 1
+            indices = [index for index, _ in branches.continuations]
             # Only completions that called a tool continue
             called = [i for i in self.calling if self.text(i, self.turn - 1).startswith("<tool_call>\n{")]
             assert indices == [i for i in called if self.unanswered.get(i) != self.turn - 1]
@@ -117,7 +121,9 @@ class Scripted(Wrapped):
 
     def __call__(self, model, prompts, *, room=None, branches=None, **options):
         if room is None:
-            self.turn, self.scripts, self.n = 0, {}, len(prompts)
+            self.turn = 0
+            self.scripts = {}
+            self.n = len(prompts)
         indices = [*range(self.n)] if room is None else [index for index, _ in branches.continuations]
         first = self.trainer.accelerator.process_index * self.n  # index of the rank's first completion on all ranks
         for i in indices:

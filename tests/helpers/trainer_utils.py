@@ -221,7 +221,8 @@ class Recording:
     """
 
     def __init__(self, *args, **kwargs):
-        self.draws, self.micro_batches = [], []
+        self.draws = []
+        self.micro_batches = []
         super().__init__(*args, **kwargs)
 
     def _estimate(self, rollout, rewards):
@@ -233,7 +234,8 @@ class Recording:
     def _compute_loss(self, model, inputs):
         kl_coef = getattr(self, "kl_coef", None)
         loss = super()._compute_loss(model, inputs)
-        logps, entropies = self._scores.logps, self._scores.entropies
+        logps = self._scores.logps
+        entropies = self._scores.entropies
         gradient = torch.autograd.grad(loss, logps, retain_graph=True)[0] if loss.requires_grad else None
         self.micro_batches.append(
             self._moment(
@@ -464,7 +466,8 @@ def assert_update_is_gradient(before: dict[str, torch.Tensor], model, plain, lea
 
 def counted_calls(monkeypatch, module, name: str) -> list[int]:
     """Returns a list that gets an entry for each call of a module's function."""
-    calls, function = [], getattr(module, name)
+    calls = []
+    function = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs))
     return calls
 
@@ -503,7 +506,8 @@ def largest_difference(a: list[dict], b: list[dict]) -> tuple[float, str]:
     the metric if it exceeds 1. Entropies are compared only if no update left out completions.
     """
     skips = any(entry.get("packing/skipped_frac") for entry in [*a, *b])
-    a, b = metrics(a), metrics(b)
+    a = metrics(a)
+    b = metrics(b)
     for entry in [*a, *b] if skips else ():
         entry.pop("entropy", None)
     assert [entry.keys() for entry in a] == [entry.keys() for entry in b]

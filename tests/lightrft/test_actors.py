@@ -77,7 +77,8 @@ def language_model():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(6)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = words.eos_token_id, words.pad_token_id
+    model.generation_config.eos_token_id = words.eos_token_id
+    model.generation_config.pad_token_id = words.pad_token_id
     return model
 
 
@@ -271,14 +272,16 @@ def test_text():
     batch = text_batch(lengths=(1, 1))
     assert_close(text_actor()(batch.sequences, N), torch.stack(bare_logps(language_model(), batch)))
     # Packed
-    batch, actor = text_batch(sizes=[3, 0, 2]), text_actor(packing_samples=True)
+    batch = text_batch(sizes=[3, 0, 2])
+    actor = text_actor(packing_samples=True)
     expected = bare_logps(language_model(), batch)
     assert_close(batch.score_packed(actor, [3, 0, 2])[0], torch.cat(expected))
     everything = batch.score_packed(actor, [n - 1 for n in batch.lengths])
     assert everything.shape == (1, sum(batch.lengths) - 3)
     assert_close(everything[0, batch.lengths[0] - 1 - 3 : batch.lengths[0] - 1], expected[0])
     # Tensors of numbers work as well, and the mask has no effect
-    sizes, lengths = torch.tensor([3, 0, 2]), torch.tensor(batch.lengths)
+    sizes = torch.tensor([3, 0, 2])
+    lengths = torch.tensor(batch.lengths)
     assert_close(actor(batch.packed, sizes, torch.ones(1), packed_seq_lens=lengths)[0], torch.cat(expected))
     none = batch.score_packed(actor, 0)
     assert none.shape == (1, 0)
@@ -303,7 +306,8 @@ def test_number_of_actions():
 def test_actions_before_media_belong_to_the_prompt():
     """As in padded experience, where the columns of a longer row's actions reach into a prompt."""
     actor, batch = make_both("qwen2_5_vl", 2, packing_samples=True)
-    expected, n = batch.score(actor), batch.sequences.size(1) - 1
+    expected = batch.score(actor)
+    n = batch.sequences.size(1) - 1
     for logps in (batch.score(actor, n), batch.score(actor, n, return_output=True)[0]):
         assert_close(logps[:, -N:], expected)
         placeholder = batch.sequences[:, 1:] == actor.config.image_token_id
@@ -344,7 +348,8 @@ def test_gradients(name):
 
 def test_errors_of_packed_samples():
     actor, batch = make_both("qwen2_audio", packing_samples=True)
-    unpacked, lengths = make("qwen2_audio"), batch.lengths
+    unpacked = make("qwen2_audio")
+    lengths = batch.lengths
     wrong = [lengths[0] + 1, *lengths[1:]]
     cases = [
         (unpacked, batch.packed, N, lengths, "made with `packing_samples=True`"),
@@ -400,13 +405,15 @@ def test_grids():
     one, two = (batch.generate(actor, max_new_tokens=3, **more)[0] for more in ({}, {"image_grid_thw": grid}))
     assert torch.equal(one, two)
     # Videos that use the image token
-    actor, batch = make("glm4v"), make_batch(bare("glm4v")[2][3:])
+    actor = make("glm4v")
+    batch = make_batch(bare("glm4v")[2][3:])
     with pytest.raises(MediaError, match="pass the processor's `mm_token_type_ids`"):
         batch.score(actor)
 
 
 def test_media_of_another_kind():
-    ids, hearing = torch.tensor([[60, 61, 62]]), make("qwen2_audio")
+    ids = torch.tensor([[60, 61, 62]])
+    hearing = make("qwen2_audio")
     for actor, media, error in (
         (make("qwen2_5_vl"), {"audio_values": torch.zeros(1, 16, 100)}, "takes no audio"),
         (make("voxtral"), {"audio_attention_mask": torch.ones(1, 100)}, "takes no mask of audio"),
@@ -433,7 +440,8 @@ def test_the_mask_of_audio_travels():
     A clip that fills its frames needs no mask. The frames of another clip end with silence, which the mask hides.
     """
     actor = make("qwen2_audio", packing_samples=True)
-    full, short = one_clip("qwen2_audio", 1.0), one_clip("qwen2_audio", 0.4)
+    full = one_clip("qwen2_audio", 1.0)
+    short = one_clip("qwen2_audio", 0.4)
     assert torch.equal(full.score(actor, audio_attention_mask=None), full.score(actor))
     features = short.media["audio_values"]
     for call, options in ((short.score, {}), (short.score_packed, {}), (short.generate, {"max_new_tokens": 2})):
@@ -456,7 +464,8 @@ def test_the_mask_of_audio_travels():
     ],
 )
 def test_the_mask_by_default(name, seconds):
-    batch, actor = one_clip(name, seconds), make(name)
+    batch = one_clip(name, seconds)
+    actor = make(name)
     logps = batch.score(actor, audio_attention_mask=None)
     if name.startswith("gemma"):
         ones = torch.ones_like(batch.media["audio_attention_mask"])
@@ -479,7 +488,8 @@ def test_placeholders_say_how_many_tokens_of_a_clip_count():
 def test_audio_matters_and_images_do_not_to_an_actor_that_only_hears(name):
     batch = make_batch(bare(name)[2][:1])
     actor = ActorAL(FAMILIES[name].build()[0], bf16=False, packing_samples=True)
-    patches, grid = torch.ones(4, 1176), torch.tensor([[1, 2, 2]])
+    patches = torch.ones(4, 1176)
+    grid = torch.tensor([[1, 2, 2]])
     seen = {"pixel_values": patches, "image_grid_thw": grid, "pixel_values_videos": patches, "video_grid_thw": grid}
     for call in (batch.score, batch.score_packed):
         expected = call(actor)
@@ -506,9 +516,11 @@ def test_generate_equals_that_of_transformers(name):
     model.config.get_text_config().output_router_logits = False  # `generate` fails with it on padded prompts
     batch = make_batch(prompts, pad=processor.tokenizer.pad_token_id)
     suppressed = sorted(all_placeholder_ids(model, model))
-    inputs, options = prompt_inputs(batch), {"max_new_tokens": 6, "do_sample": False}
+    inputs = prompt_inputs(batch)
+    options = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options, suppress_tokens=suppressed)
-    actor, width = make(name, packing_samples=True), batch.prompt_ids.size(1)
+    actor = make(name, packing_samples=True)
+    width = batch.prompt_ids.size(1)
     for _ in range(2):  # a call leaves no state behind
         sequences, attention_mask, action_mask = batch.generate(actor, **options)
         assert torch.equal(sequences, expected)
@@ -523,7 +535,9 @@ def test_generate_equals_that_of_transformers(name):
 def test_repeated_prompts_are_prefilled_once(monkeypatch):
     """By the loop of this package, with media and random numbers of the prompts' rows."""
     model, _, prompts = bare("qwen2_5_vl")
-    actor, batch, rows = make("qwen2_5_vl"), make_batch([*prompts[:1] * 3, prompts[1]]), []
+    actor = make("qwen2_5_vl")
+    batch = make_batch([*prompts[:1] * 3, prompts[1]])
+    rows = []
     options = {"max_new_tokens": 6, "do_sample": True}
     inputs = prompt_inputs(batch)
     torch.manual_seed(0)
@@ -542,11 +556,14 @@ def test_repeated_prompts_are_prefilled_once(monkeypatch):
 def test_end_of_sequence():
     """Ends are those of the call, of its generation config, or of the model's; padding defaults to the end."""
     actor, batch = make_both("qwen2_5_vl", 2)
-    greedy, config = {"max_new_tokens": 8, "do_sample": False}, transformers.GenerationConfig
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    config = transformers.GenerationConfig
     free, _, mask = batch.generate(actor, **greedy, eos_token_id=[399])
-    width, own = batch.prompt_ids.size(1), actor.model.generation_config
+    width = batch.prompt_ids.size(1)
+    own = actor.model.generation_config
     assert mask.all()
-    ends = first, _ = [free[0, width + 2].item(), free[1, width + 4].item()]
+    ends = [free[0, width + 2].item(), free[1, width + 4].item()]
+    first = ends[0]
     sequences, attention, mask = batch.generate(actor, **greedy, eos_token_id=ends, pad_token_id=0)
     for row in range(2):
         stop = width + next(i for i, token in enumerate(free[row, width:].tolist()) if token in ends) + 1
@@ -604,7 +621,8 @@ def test_what_generate_does_not_do():
         actor.generate(words.prompt_ids, attention_mask=words.prompt_mask.flip(1), max_new_tokens=2)
     # Beams
     model, _, prompts = bare("qwen2_5_vl")
-    inputs, options = prompt_inputs(make_batch(prompts[:2])), {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    inputs = prompt_inputs(make_batch(prompts[:2]))
+    options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     expected = model.generate(**inputs, suppress_tokens=sorted(all_placeholder_ids(model, model)), **options)
     assert torch.equal(make("qwen2_5_vl").generate(**inputs, **options)[0], expected)
 
@@ -707,7 +725,8 @@ def asked(monkeypatch):
 
 
 def test_use_flash_attention_2(asked):
-    path, asked["only"] = str(saved("qwen2_audio")), True
+    path = str(saved("qwen2_audio"))
+    asked["only"] = True
     for flag, expected in ((True, "flash_attention_2"), (False, None)):
         with pytest.raises(Asked):
             ActorAL(path, use_flash_attention_2=flag)
@@ -820,7 +839,8 @@ def test_names_of_layers_in_towers_and_decoder_coincide(name):
 
 
 def test_models_of_a_path(asked, tmp_path):
-    path, options = str(saved("qwen2_audio")), {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
+    path = str(saved("qwen2_audio"))
+    options = {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
     batch, expected = cases("qwen2_audio")[0]
     for device_map in ({}, {"device_map": {"": "cpu"}}):
         actor = ActorAL(path, **device_map, **options)
@@ -832,7 +852,8 @@ def test_models_of_a_path(asked, tmp_path):
     assert type(actor.model) is transformers.Qwen2AudioForConditionalGeneration
     # Without media
     language_model().save_pretrained(tmp_path)
-    actor, batch = Actor(str(tmp_path), bf16=False), text_batch()
+    actor = Actor(str(tmp_path), bf16=False)
+    batch = text_batch()
     assert type(actor.model) is transformers.Qwen2ForCausalLM
     assert_close(batch.score(actor), torch.stack(bare_logps(language_model(), batch)))
     with pytest.raises(OSError):
@@ -881,7 +902,8 @@ def test_ranks_with_other_media_are_refused_where_weights_are_in_parts(method, m
 
 
 def test_arguments_that_do_not_fit():
-    model, zero3 = bare("qwen2_audio")[0], {"zero_optimization": {"stage": 3}}
+    model = bare("qwen2_audio")[0]
+    zero3 = {"zero_optimization": {"stage": 3}}
     loading = {"use_flash_attention_2": True, "ds_config": zero3, "device_map": {"": "cpu"}, "load_in_4bit": True}
     for name, value in loading.items():
         with pytest.raises(ValueError, match=f"`{name}` says how to load a model, but an instance was passed"):
@@ -894,7 +916,8 @@ def test_arguments_that_do_not_fit():
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_vl", "gemma3"])
 def test_high_entropy_token_ratio(name):
     model, _, prompts = bare(name)
-    batch, options = make_batch(prompts), {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
+    batch = make_batch(prompts)
+    options = {"bf16": False, "temperature": TEMPERATURE, "packing_samples": True}
     logits = torch.stack([bare_logits(model, p, r) for p, r in zip(prompts, batch.responses, strict=True)])
     probabilities = (logits.double() / TEMPERATURE).softmax(-1)
     expected = -(probabilities * probabilities.log()).nan_to_num(0).sum(-1).float()
@@ -916,7 +939,8 @@ def test_positions_of_the_audio_tower_stay_as_they_are():
     """`from_pretrained` makes them trainable."""
     path = str(saved("qwen2_audio"))
     loaded = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(path)
-    actor, critic = ActorAL(path, bf16=False), Critic.from_pretrained(path, type(loaded))
+    actor = ActorAL(path, bf16=False)
+    critic = Critic.from_pretrained(path, type(loaded))
     for model in (actor.model, critic.model):
         fixed = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         assert fixed == {"model.audio_tower.embed_positions.weight"}
@@ -925,7 +949,8 @@ def test_positions_of_the_audio_tower_stay_as_they_are():
 @pytest.mark.slow
 def test_load_in_4bit(tmp_path, asked):
     bnb = pytest.importorskip("bitsandbytes")
-    save_wide("qwen2_audio", path := str(tmp_path))
+    path = str(tmp_path)
+    save_wide("qwen2_audio", path)
     actor = ActorAL(path, load_in_4bit=True, lora_rank=4, packing_samples=True)
     batch = make_batch(bare("qwen2_audio")[2])
     config = asked["quantization_config"]
@@ -967,7 +992,8 @@ def test_print_trainable_parameters():
     actor = make("qwen2_5_vl", lora_rank=4, target_modules=["q_proj"])
     assert counted(actor) == [2 * 4 * 128, total + 2 * 4 * 128]  # two layers of 64 to 64
     # Both encoders
-    names, both = tuple(towers_of("qwen2_5_omni").values()), dict.fromkeys(FREEZE.values(), True)
+    names = tuple(towers_of("qwen2_5_omni").values())
+    both = dict.fromkeys(FREEZE.values(), True)
     layers = adapted(make("qwen2_5_omni", lora_rank=2, **both))
     assert len(names) == 2 and layers and not any(layer.startswith(names) for layer in layers)
     for flag in FREEZE.values():

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import PIL.Image
 import pytest
@@ -71,7 +72,9 @@ class Critic(nn.Module):
     def __init__(self, vocabulary=500):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.dropout, self.head = nn.Embedding(vocabulary, 8), nn.Dropout(0.5), nn.Linear(8, 1)
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 1)
 
     def forward(self, sequences, num_actions, attention_mask, **media):
         self.media = media
@@ -92,7 +95,8 @@ class RewardModel(nn.Module):
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.embedding, self.dropout = nn.Embedding(500, 1), nn.Dropout(0.5)
+        self.embedding = nn.Embedding(500, 1)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, sequences, attention_mask, **media):
         self.media = media
@@ -193,7 +197,8 @@ CASES = {
 def encoded(case: str):
     """Returns ids and media of a case's prompts from the encoder."""
     family, cls, prompts = CASES[case]
-    words, model = processor(family), actor(family, cls).base_model
+    words = processor(family)
+    model = actor(family, cls).base_model
     if case == "strings":
         return [(words.tokenizer(prompt, return_tensors="pt")["input_ids"][0], {}) for prompt in prompts]
     rows = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
@@ -203,7 +208,7 @@ def encoded(case: str):
 
 def of_groups(case: str):
     """Repeats the value for each sample."""
-    return [prompt for prompt in encoded(case) for _ in range(3)]
+    return [prompt for prompt, _ in product(encoded(case), range(3))]
 
 
 # The pipeline
@@ -233,7 +238,8 @@ def test_scores_are_those_of_the_models(case):
         policies = {"action_log_probs": maker.actor, "base_action_log_probs": maker.initial_model}
         for each in experiences:
             mask = each.action_mask
-            inputs, media = (each.sequences, mask.size(1), each.attention_mask), media_of(each)
+            inputs = (each.sequences, mask.size(1), each.attention_mask)
+            media = media_of(each)
             with torch.no_grad():
                 for name, policy in policies.items():
                     expected = torch.where(mask, policy(*inputs, **media), 0)
@@ -258,7 +264,9 @@ def test_sequences_are_padded_prompts_and_responses(case):
     maker, experiences = rollout(case, True)
     prompts = [ids for ids, _ in of_groups(case)]
     assert [len(each.sequences) for each in experiences] == [4, 4, 1]
-    eos_ids, ended, cut = set(range(50, 110)), 0, 0
+    eos_ids = set(range(50, 110))
+    ended = 0
+    cut = 0
     for each in experiences:
         rows, width = each.action_mask.shape
         start = each.sequences.size(1) - width
@@ -275,7 +283,8 @@ def test_sequences_are_padded_prompts_and_responses(case):
             assert each.action_mask[i].tolist() == [True] * n + [False] * (width - n)
             assert not eos_ids & set(response[: n - 1])
             assert bool(each.info["truncated"][i]) == (response[n - 1] not in eos_ids)
-            ended, cut = ended + (response[n - 1] in eos_ids and n < 6), cut + (n == 6)
+            ended = ended + (response[n - 1] in eos_ids and n < 6)
+            cut = cut + (n == 6)
         outside = each.sequences[each.attention_mask == 0]
         assert (outside == maker.tokenizer.pad_token_id).all()
     assert prompts == [] and ended > 0 and cut > 0
@@ -285,7 +294,8 @@ def test_sequences_are_padded_prompts_and_responses(case):
 def test_info(case):
     _, experiences = rollout(case, True)
     for each in experiences:
-        info, width = each.info, each.action_mask.size(1)
+        info = each.info
+        width = each.action_mask.size(1)
         assert set(info) == {"reward", "kl", "response_length", "total_length", "return", "truncated"}
         assert_close(info["response_length"], each.action_mask.sum(1).float())
         assert_close(info["total_length"], each.attention_mask.sum(1).float())
@@ -305,7 +315,8 @@ def test_media_of_each_sample(case):
     _, experiences = rollout(case, True)
     items = [item for each in experiences for item in split_experience_batch(each)]
     for item, (_, media) in zip(items, of_groups(case), strict=True):
-        own, media = media_of(item), {SOUND.get(name, name): value for name, value in media.items()}
+        own = media_of(item)
+        media = {SOUND.get(name, name): value for name, value in media.items()}
         assert own.keys() == media.keys()
         for name, value in media.items():
             # The encoder pads audio frames to the longest clip
@@ -412,7 +423,8 @@ def test_placeholders_are_never_sampled():
     with torch.no_grad():
         # Whatever the state, the model would write one of the two
         direction = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 100
-        model.lm_head.weight[special[0]], model.lm_head.weight[special[1]] = direction, -direction
+        model.lm_head.weight[special[0]] = direction
+        model.lm_head.weight[special[1]] = -direction
     ids = torch.tensor([processor().tokenizer(TEXT[0])["input_ids"]])
     assert model.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item() in special
     for prompts in (TEXT, IMAGE_ROWS):
@@ -430,7 +442,8 @@ def test_sampling_is_that_of_the_policy_whatever_the_checkpoint_recommends(caplo
         (samples,) = maker.generate_samples(TEXT[:1], max_new_tokens=8, **options)
         return samples.sequences
 
-    plain, own = sample(), policy.base_model.generation_config
+    plain = sample()
+    own = policy.base_model.generation_config
     own.update(top_p=0.001, top_k=1, temperature=0.01, repetition_penalty=0.05)
     own.update(min_p=0.99, no_repeat_ngram_size=1, epsilon_cutoff=0.9)
     assert_close(sample(), plain, **EXACT)
@@ -461,7 +474,8 @@ def test_group_shares_one_encoded_prompt():
     assert all(type(each) is Samples for each in samples)
     assert samples[0].labels is samples[0].packed_seq_lens is None
     # One prompt need not be a list
-    (a,), (b,) = made(TEXT[0]), made(TEXT[:1])
+    (a,) = made(TEXT[0])
+    (b,) = made(TEXT[:1])
     assert_close(a.sequences, b.sequences, **EXACT)
 
 
@@ -525,7 +539,8 @@ def test_packed_samples_are_those_of_padded_ones(case):
                 ValueError, match=r"^Sample \d has placeholders of media.*; pass the `encoded_prompts`"
             ):
                 maker.make_experience(replace(each, encoded_prompts=None))
-    a, b = maker.make_experience(samples), maker.make_experience(packed)
+    a = maker.make_experience(samples)
+    b = maker.make_experience(packed)
     assert type(b) is type(a) and media_of(b).keys() == media_of(a).keys()
     for name, values in media_of(a).items():
         assert_close(values, media_of(b)[name], **EXACT)
@@ -577,7 +592,9 @@ def test_values_after_truncated_responses_add_to_their_reward():
     torch.manual_seed(1)
     options = {"max_new_tokens": 3, "eos_token_id": list(range(50, 200)), "gamma": 0.9, "lambd": 0.8}
     (each,) = maker.make_experience_list(TEXT, **options)
-    mask, cut, n = each.action_mask, each.info["truncated"], each.action_mask.size(1)
+    mask = each.action_mask
+    cut = each.info["truncated"]
+    n = each.action_mask.size(1)
     values = torch.cat([each.sequences % 11 / 10.0 * each.attention_mask], dim=1)
     assert 0 < cut.sum() < 9
     assert_close(each.values, torch.where(mask, values[:, -n - 1 : -1], 0))
@@ -640,10 +657,10 @@ def test_what_reward_functions_get(rows, size):
     assert seen["queries"] == [words for each in experiences for words in processor().batch_decode(each.sequences)]
     texts = processor().tokenizer.batch_decode(ids, skip_special_tokens=True)
     if "images" not in rows[0]:
-        assert seen["prompts"] == [prompt for prompt in TEXT for _ in range(3)] and seen["completions"] == texts
+        assert seen["prompts"] == [prompt for prompt, _ in product(TEXT, range(3))] and seen["completions"] == texts
         return
     assert seen["completions"] == [[{"role": "assistant", "content": words}] for words in texts]
-    assert seen["images"] == [row["images"] for row in rows for _ in range(3)]
+    assert seen["images"] == [row["images"] for row, _ in product(rows, range(3))]
     for i, (message,) in enumerate(seen["prompts"]):
         assert message["content"][-1] == text(rows[i // 3]["prompt"])
         images = [id(each) for each in rows[i // 3]["images"] or []]
@@ -763,7 +780,7 @@ def test_reward_file(tmp_path):
     write(tmp_path / "helper.py", "raise SystemExit('only the named file is run')")
     source = "import torch\n\ndef reward_func(queries, prompts):\n"
     source += "    return torch.tensor([float(len(q) - len(p)) for q, p in zip(queries, prompts)])\n"
-    prompts = [prompt for prompt in TEXT for _ in range(3)]
+    prompts = [prompt for prompt, _ in product(TEXT, range(3))]
     for each in made(arguments={"remote_rm_url": write(tmp_path / "rewards.py", source)}):
         queries = processor().tokenizer.batch_decode(each.sequences)
         assert each.info["reward"].tolist() == [len(query) - len(prompts.pop(0)) for query in queries]
@@ -918,10 +935,12 @@ def test_what_subclasses_read():
 
 def test_tokenize_fn():
     """Pads on the left, whatever the tokenizer does."""
-    maker, words = make(words=load("qwen2_5_vl")[1]), processor().tokenizer
+    maker = make(words=load("qwen2_5_vl")[1])
+    words = processor().tokenizer
     maker.tokenizer.padding_side = "right"
     ids = [words(prompt)["input_ids"] for prompt in TEXT]
-    longest, shortest = max(map(len, ids)), min(map(len, ids))
+    longest = max(map(len, ids))
+    shortest = min(map(len, ids))
     batch = maker.tokenize_fn(TEXT, max_length=longest, padding=True, device="cpu")
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["input_ids"].tolist() == [[words.pad_token_id] * (longest - len(row)) + row for row in ids]
@@ -1002,7 +1021,8 @@ PICTURE = PIL.Image.new("RGB", (56, 56))
 
 def test_media_that_no_prompt_gets():
     """An error as in the trainers, whatever the batch. Ignored media are for rewards."""
-    rows, seen = [{"prompt": question("What?"), "picture": PICTURE}], []
+    rows = [{"prompt": question("What?"), "picture": PICTURE}]
+    seen = []
 
     def looking(completion_ids, picture):
         seen.extend(picture)
@@ -1024,7 +1044,8 @@ def test_media_that_no_prompt_gets():
 
 def test_rows_of_every_batch_are_checked(caplog, monkeypatch):
     """Filled columns that no batch had are asked about, once, whether rows have the others or `None` in them."""
-    calls, check = [], row_checks.check_columns
+    calls = []
+    check = row_checks.check_columns
     monkeypatch.setattr(row_checks, "check_columns", lambda *args, **kw: calls.append(args) or check(*args, **kw))
     maker = make(Injected)
 
@@ -1092,10 +1113,12 @@ def test_prompts_with_their_template(family):
                 assert ids[mask.bool()][: len(prompt)].tolist() == prompt.input_ids.tolist()
                 for name in prompt.media:
                     assert_close(prompt.media[name], expected[name])
-        texts = [row["prompt"] for row in batch for _ in range(3)]
+        texts = [row["prompt"] for row, _ in product(batch, range(3))]
         assert [each for prompts, *_ in seen for each in prompts] == texts
         assert all(isinstance(each, str) for _, _, completions, _ in seen for each in completions)
-        assert [each for *_, refs in seen for each in refs] == [row["references"] for row in batch for _ in range(3)]
+        assert [each for *_, refs in seen for each in refs] == [
+            row["references"] for row, _ in product(batch, range(3))
+        ]
         assert all(each.count("<|im_start|>") == 2 for _, queries, *_ in seen for each in queries)
 
 

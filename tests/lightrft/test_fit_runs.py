@@ -115,7 +115,8 @@ def test_fit_calls_what_train_calls(tmp_path):
         batches = loader(image_rows(8)), None, loader(image_rows(1))
         return ppo.trainer, lambda: ppo.fit(ppo.strategy, *batches)
 
-    functions, events = [], []
+    functions = []
+    events = []
     for start, name in ((native, "native"), (like_lightrft, "lightrft")):
         start(None)[1]()
         trainer, resumed = start(str(tmp_path / name / "checkpoint-2"))
@@ -133,7 +134,8 @@ def test_fit_calls_what_train_calls(tmp_path):
 
 def prepared(folder, estimator="gae", reward_fn=length_and_sum, **config):
     """Returns a trainer with the caller's optimizers, which makes four rollouts of two updates, and its run."""
-    policy, ema = actor_of("image"), actor_of("image")
+    policy = actor_of("image")
+    ema = actor_of("image")
     critic = critic_of("qwen2_5_vl") if estimator == "gae" else None
     optimizers = own_optimizers(policy, critic_of("qwen2_5_vl") if critic is None else critic)
     options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 3}

@@ -214,7 +214,8 @@ def test_sizes_count_all_processes(monkeypatch):
 
 
 def test_page_has_the_table_of_options():
-    text, table = fix.LIGHTRFT.read_text(), fix.lightrft_table()
+    text = fix.LIGHTRFT.read_text()
+    table = fix.lightrft_table()
     assert fix.with_block(text, "options", table) == text, "run `make fix`"
     first_cells = " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
     assert sorted(re.findall(r"`(\w+)`", first_cells)) == sorted(RULES)
@@ -252,7 +253,8 @@ def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
     options = {"high_entropy_token_ratio": 0.3, "use_cpg_loss": True, "reward_clip": 2.0, "reward_running_norm": True}
     options |= {"overlong_buffer": True, "overlong_buffer_len": 2, "init_kl_coef": 0.1, "freeze_prefix": True}
     ppo, before = trained(tmp_path, actor={"high_entropy_token_ratio": 0.3}, **options)
-    args, maker = ppo.trainer.args, ppo.experience_maker.strategy
+    args = ppo.trainer.args
+    maker = ppo.experience_maker.strategy
     assert (args.loss_type, args.top_entropy_quantile, args.kl_estimator) == (CPG_LOSS, 0.3, "k1")
     assert maker.kl_in_reward and maker.reward_running_scale and maker.soft_overlong_cache == 2
     assert [*maker.reward_clip_range] == [-2.0, 2.0]
@@ -262,7 +264,8 @@ def test_trainer_takes_the_strategy_without_a_critic(tmp_path):
     ppo.replay_buffer.append(first)
     rollout = ppo.trainer._rollout_of(list(ppo.replay_buffer))
     (rollout,) = ppo.trainer._on_rollout([rollout])
-    mask, weights = rollout.loss_mask.bool(), rollout.tokens.weights
+    mask = rollout.loss_mask.bool()
+    weights = rollout.tokens.weights
     kept = torch.where(mask, weights > 0, False).sum(1)
     # As LightRFT counts the tokens of a completion: 1 of 4, and 1 of fewer
     assert kept.tolist() == [max(1, int(n * 0.3)) for n in mask.sum(1).tolist()] and mask.sum(1).max() == 4
@@ -344,7 +347,8 @@ def test_rewards_of_servers(serve):
 def test_all_arguments_of_requests_for_rewards(serve):
     """In LightRFT's order, with its names in the request and its `score_key` in the answer."""
     server = serve(lambda request: {"scores": list(map(len, request["references"])), "rewards": "unread"})
-    red, grey = PIL.Image.new("RGBA", (6, 4), (255, 0, 0, 255)), PIL.Image.new("L", (3, 3), 7)
+    red = PIL.Image.new("RGBA", (6, 4), (255, 0, 0, 255))
+    grey = PIL.Image.new("L", (3, 3), 7)
     images = [[red, grey], None, grey]
     given = (["q", "r", "s"], ["a", "b", "c"], [1, 2, 3], ["xx", "", "yyy"], images, "scores")
     assert remote_rm_fn(server.url, *given).tolist() == [2.0, 0.0, 3.0]

@@ -344,7 +344,8 @@ def test_blended_datasets(tmp_path, caplog):
     numbers.map(lambda row: {"n": row["n"] + 100}).to_json(str(tmp_path / "rows.jsonl"))
     (tmp_path / "list.json").write_text(json.dumps([{"n": 200}, {"n": 201}]))
     numbers.to_csv(str(tmp_path / "table.csv"))
-    disk, lines = str(tmp_path / "disk"), str(tmp_path / "rows.jsonl")
+    disk = str(tmp_path / "disk")
+    lines = str(tmp_path / "rows.jsonl")
     assert blending_datasets(disk, "1.0", None, 42, return_eval=False)["n"][:] == [*range(40)]
     assert len(blending_datasets(disk, "1.0", strategy_of(), return_eval=False, train_split="test")) == 3
     train, held_out = blending_datasets(f"{disk}, {lines}", "0.25,0.75", None, 7)

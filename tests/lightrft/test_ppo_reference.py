@@ -163,7 +163,8 @@ class Noting:
     """A reward function that records its arguments, and may give the third response to each prompt no reward."""
 
     def __init__(self, skips=False):
-        self.skips, self.calls = skips, []
+        self.skips = skips
+        self.calls = []
 
     def __call__(self, completion_ids, **columns):
         self.calls.append({"completion_ids": completion_ids, **columns})
@@ -222,7 +223,9 @@ BOTH_LOG |= {name: name for name in ("ptx_loss", "grad_norm", "kl_coef", "explai
 def test_fit_is_a_run_of_the_trainer(name, tmp_path):
     """`MultimodalPPOTrainer` makes the same updates of the same responses, over two rollouts of two epochs each."""
     kind, packing, skips, options = RUNS[name]
-    family, rows, noting = KINDS[kind].family, KINDS[kind].rows(4), Noting(skips)
+    family = KINDS[kind].family
+    rows = KINDS[kind].rows(4)
+    noting = Noting(skips)
     pairs = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)] if "ptx_coef" in options else None
     options = {"num_ppo_epochs": 2, "learning_rate": 1e-2, "max_grad_norm": 1e9, "beta": 0.0, **options}
     has_critic = "gae" in options.get("advantage_estimator", "gae")
@@ -250,7 +253,8 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
         value_model=critic_of(family) if has_critic else None,
         ptx_dataset=pairs and Dataset.from_list(pairs),
     )
-    trainer.sampler, before = Given(trainer, completions), weights_of(trainer.model)
+    trainer.sampler = Given(trainer, completions)
+    before = weights_of(trainer.model)
     trainer.train()
     after = weights_of(trainer.model)
     assert (ours[1] == {}) == (not has_critic)
@@ -258,13 +262,15 @@ def test_fit_is_a_run_of_the_trainer(name, tmp_path):
         expected = {name: after[name] - before[name] for name in part}
         # LightRFT adds 1e-8 to the deviation of a group's rewards, and the trainer 1e-4
         assert norm(expected) > 1e-3 and relative_difference(expected, part) <= (1e-4 if has_critic else 1e-3)
-    steps, rollouts = trainer.state.log_history[:4], logs_of(ppo)
+    steps = trainer.state.log_history[:4]
+    rollouts = logs_of(ppo)
     assert ppo.trainer.state.log_history[-1].keys() == trainer.state.log_history[-1].keys()
     assert [entry["step"] for entry in rollouts] == [2, 4]
     for entry, pair in zip(rollouts, (steps[:2], steps[2:]), strict=True):
         assert ("critic_loss" in entry) == ("critic_lr" in entry) == has_critic
         for own, name in BOTH_LOG.items():
-            if numbers := [step[name] for step in pair if name in step]:
+            numbers = [step[name] for step in pair if name in step]
+            if numbers:
                 assert entry[own] == pytest.approx(fmean(numbers), rel=1e-3, abs=1e-5), own
 
 
@@ -281,7 +287,8 @@ def test_ppo_train(together, tmp_path):
     epochs = [places[:2], places[2:]]
     assert all(sorted(sum(epoch, [])) == [*range(8)] for epoch in epochs) and epochs[0] != epochs[1]
     assert all(len({place // GROUP for place in part}) == 1 for part in places) == together
-    returns, rewards = torch.cat([item.returns for item in items]), [item.info["reward"].item() for item in items]
+    returns = torch.cat([item.returns for item in items])
+    rewards = [item.info["reward"].item() for item in items]
     for name, numbers in {"returns": returns.tolist(), "step_reward": rewards}.items():
         for statistic, function in {"mean": fmean, "std": pstdev, "min": min, "max": max}.items():
             assert status[f"{name}_{statistic}"] == pytest.approx(function(numbers), rel=1e-4, abs=1e-6)
@@ -293,8 +300,10 @@ def test_weights_of_actions_and_gaps(tmp_path):
     """The loss is that by hand of the actor's scores: masked actions are seen, and others keep their weights."""
     ppo = make(tmp_path, config=WHOLE)
     batch = make_experience_batch(with_gaps(experience_of(ppo)))
-    mask, advantages = batch.action_mask, batch.advantages
-    weights, inputs = torch.rand(mask.shape), (batch.sequences, mask.size(1), batch.attention_mask)
+    mask = batch.action_mask
+    advantages = batch.advantages
+    weights = torch.rand(mask.shape)
+    inputs = (batch.sequences, mask.size(1), batch.attention_mask)
     with torch.no_grad():
         ratio = (ppo.actor(*inputs, **media_of(batch)) - batch.action_log_probs).exp()
     gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * weights
@@ -324,7 +333,8 @@ def test_tokens_of_high_entropy(tmp_path):
 
 def trained_on(ppo):
     """Returns a list that gets each micro-batch that is trained on."""
-    parts, train = [], ppo.trainer.training_step
+    parts = []
+    train = ppo.trainer.training_step
     ppo.trainer.training_step = lambda model, part, n: parts.append(part) or train(model, part, n)
     return parts
 
@@ -341,9 +351,11 @@ def is_start(start, ids):
 
 def test_training_step(tmp_path):
     """An update is the mean of those of its micro-batches, each of which is a mean over its own tokens."""
-    ppo, alone = make(tmp_path), []
+    ppo = make(tmp_path)
+    alone = []
     items = experience_of(ppo)
-    parts, before = [items[:3], items[4:]], weights_of(ppo.trainer.model)
+    parts = [items[:3], items[4:]]
+    before = weights_of(ppo.trainer.model)
     for part in parts:
         other = make(tmp_path, config={**ONE, "per_device_train_batch_size": len(part), "num_generations": len(part)})
         other.replay_buffer.append(make_experience_batch(part))
@@ -388,8 +400,14 @@ def test_one_part_alone(part, tmp_path):
         assert ppo.trainer.state.global_step == 2
         updates[method] = moves(ppo, before)
     assert {"policy_loss", "actor_lr", "critic_loss", "critic_lr"} <= status.keys()
-    mine, other = (0, 1) if part == "actor" else (1, 0)
-    both, alone = updates["training_step"], updates[f"training_step_{part}"]
+    if part == "actor":
+        mine = 0
+        other = 1
+    else:
+        mine = 1
+        other = 0
+    both = updates["training_step"]
+    alone = updates[f"training_step_{part}"]
     assert norm(both[other]) > 0.1 and norm(alone[other]) == 0
     assert norm(alone[mine]) > 0.1
     assert all(torch.equal(both[mine][name], alone[mine][name]) for name in alone[mine])
@@ -506,7 +524,8 @@ def answered(rows, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit(kind, tmp_path):
     """Batches of rows and of the reference's tuples train alike, and reward functions get all their arguments."""
-    rows, updates = answered(KINDS[kind].rows(4), kind), []
+    rows = answered(KINDS[kind].rows(4), kind)
+    updates = []
     for batches in (loader(rows), columns(rows, f"{kind}s")):
         reward = Noting()
         arguments = {"ref": reference_of(kind), "reward_fn": reward, "micro_rollout_batch_size": 8}
@@ -527,7 +546,8 @@ def test_fit(kind, tmp_path):
 
 
 def test_tuples_with_videos_and_without_media(tmp_path):
-    clip, picture = next(iter(video_rows(1)))["video"], image_rows(1)[0]["image"]
+    clip = next(iter(video_rows(1)))["video"]
+    picture = image_rows(1)[0]["image"]
     rows = [
         {"prompt": "What is in the image?", "images": picture, "references": "a", "labels": "b"},
         {"prompt": "Compare them.", "images": [picture], "videos": [clip]},
@@ -588,7 +608,8 @@ def rewarded(ppo, rows, **options):
 
 def test_reward_models_that_a_function_combines(tmp_path):
     """Its metrics may differ between micro-batches."""
-    judges, calls = [Judge(1.0), Judge(0.5)], []
+    judges = [Judge(1.0), Judge(0.5)]
+    calls = []
 
     def combine(model_reward_list, label_map):
         assert label_map == {"a": 0, "b": 1}
@@ -659,7 +680,9 @@ def test_average_of_the_weights(lora_rank, tmp_path):
     policy, ema = (actor_of("image", lora_rank=lora_rank) for _ in range(2))
     ppo, (update, _) = fitted(tmp_path, image_rows(4), policy=policy, ema=ema, ema_beta=0.7)
     assert ppo.strategy.ema_decay == 0.7
-    averages, now = average_of(ppo), weights_of(ppo.trainer.model)  # the policy has its weights again
+    # the policy has its weights again
+    averages = average_of(ppo)
+    now = weights_of(ppo.trainer.model)
     behind = {name: now[name] - averages[name] for name in update}
     assert norm(behind) > 0 and norm({name: update[name] - behind[name] for name in update}) > 0
     trained = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
@@ -704,7 +727,8 @@ def test_greedy_evaluation_changes_nothing(tmp_path, caplog, monkeypatch):
     policy.base_model.model.visual.eval()  # for example a frozen encoder
 
     def state():
-        trainer, maker = ppo.trainer, ppo.experience_maker
+        trainer = ppo.trainer
+        maker = ppo.experience_maker
         parts = {
             "modes": [module.training for module in trainer.model.modules()],
             "random": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
@@ -714,11 +738,13 @@ def test_greedy_evaluation_changes_nothing(tmp_path, caplog, monkeypatch):
         }
         return copy.deepcopy({**parts, "average": average_of(ppo), "optimizer": trainer.optimizer.state_dict()})
 
-    before, rows = state(), list(image_rows(5))
+    before = state()
+    rows = list(image_rows(5))
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     results = ppo.evaluate(loader(rows), 0)
     assert "flag" not in caplog.text
-    after, responses = state(), []
+    after = state()
+    responses = []
     assert [name for name in before if not equal(before[name], after[name])] == []
     for row in rows:
         inputs, start = encoded(load("qwen2_5_vl")[1], row, [])
@@ -776,7 +802,8 @@ def test_what_a_checkpoint_holds(tmp_path):
     config = {**adam(), "save_strategy": "steps", "save_steps": 2}
     arguments = {"ema": actor_of("image"), "ref": reference_of("image"), "kl_target": 1e-3, "kl_horizon": 50}
     ppo, _ = fitted(tmp_path, image_rows(4), config=config, **arguments)
-    folder, own = tmp_path / "checkpoint-4", ppo.trainer.model.state_dict()
+    folder = tmp_path / "checkpoint-4"
+    own = ppo.trainer.model.state_dict()
     policy = type(ppo.actor.base_model).from_pretrained(folder).state_dict()
     assert policy.keys() == {name for name in own if not name.startswith("critic.")}
     critic = Critic.from_pretrained(folder / "critic", type(ppo.actor.base_model)).state_dict()
@@ -843,7 +870,9 @@ def everything(folder, kind="image", own=False, **config):
     Runs three rollouts of two updates in each of two episodes. Returns the prompts of each rollout. With `own`, the
     caller makes the optimizers.
     """
-    policy, ema, reward = actor_of(kind), actor_of(kind), Noting()
+    policy = actor_of(kind)
+    ema = actor_of(kind)
+    reward = Noting()
     critic = critic_of(KINDS[kind].family)
     rows = KINDS[kind].rows(7)
     supervised = [{**row, "completion": "It is a cat."} for row in KINDS[kind].rows(3)]
@@ -864,7 +893,8 @@ def everything(folder, kind="image", own=False, **config):
 
 def end_of(ppo, ema) -> dict:
     """Returns all state that must match after a resumed run."""
-    trainer, maker = ppo.trainer, ppo.experience_maker
+    trainer = ppo.trainer
+    maker = ppo.experience_maker
     durations = ("time", "runtime", "per_second")
     return {
         "weights": trainer.model.state_dict(),
@@ -908,17 +938,20 @@ def test_length_of_a_run(tmp_path):
     """Prompts of a former run are skipped, episodes repeat prompts, and steps are rounded up to whole rollouts."""
     runs = {}
     for consumed in (0, 6):
-        noting, prompts = Noting(), loader(image_rows(4), shuffle=True)
+        noting = Noting()
+        prompts = loader(image_rows(4), shuffle=True)
         options = {"config": {"num_train_epochs": 2}, "options": {"consumed_samples": consumed}}
         ppo, _ = fitted(tmp_path, prompts, **options, reward_fn=noting)
         runs[consumed] = noting.questions
         assert ppo.trainer.state.global_step == 4 - consumed // 2 and logged(ppo, "epoch")[-1] == 2
     assert runs[6] == runs[0][3:]
     # Two passes have 8 steps, and a third would need 4 more; a script may count prompts that fill no batch
-    noting, options = Noting(), {"num_update_steps_per_episodes": 9}
+    noting = Noting()
+    options = {"num_update_steps_per_episodes": 9}
     config = {"logging_strategy": "epoch"}
     ppo, _ = fitted(tmp_path, prompts, config=config, options=options, max_epochs=2, reward_fn=noting)
-    first, second = noting.questions[:2], noting.questions[2:]
+    first = noting.questions[:2]
+    second = noting.questions[2:]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) and first != second
     assert ppo.trainer.state.global_step == 8 and logged(ppo, "epoch") == [1.0]
     config = {"max_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 100}
@@ -973,7 +1006,8 @@ def test_loaders_that_do_not_fit(tmp_path):
 
 def test_critic_by_default(tmp_path):
     """The default critic is a copy of the policy with a zero head and separate weights."""
-    policy, arguments = actor_of("image"), {"reward_fn": length_and_sum, "prompt_max_len": 512, "max_new_tokens": 6}
+    policy = actor_of("image")
+    arguments = {"reward_fn": length_and_sum, "prompt_max_len": 512, "max_new_tokens": 6}
     ppo = PPOTrainerVL(strategy(tmp_path), policy, *(None,) * 8, processor=load("qwen2_5_vl")[1], **arguments)
     assert ppo.critic is ppo.experience_maker.critic
     backbone, own = (dict(part.base_model.named_parameters()) for part in (ppo.critic.model, policy.base_model))
@@ -1023,7 +1057,8 @@ def test_options_of_the_rollout(tmp_path):
 
 
 def test_errors_of_the_constructor(tmp_path):
-    policy, processor = actor_of("image"), load("qwen2_5_vl")[1]
+    policy = actor_of("image")
+    processor = load("qwen2_5_vl")[1]
     critic = critic_of("qwen2_5_vl")
     sgd = torch.optim.SGD(policy.parameters())
     part = torch.optim.SGD([*policy.parameters()][:3])

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+from itertools import product
 
 import fix
 import pytest
@@ -73,13 +74,15 @@ SIGNATURES = {
         pixel_values_videos=None, video_grid_thw=None, **kwargs""",
     **{
         f"lightrft.models.{module}:{name}.{method}": signature
-        for module, name in (("actor_al", "ActorAL"), ("actor_vl", "ActorVL"))
-        for method, signature in {
-            "process_sequences": "self, sequences, input_len, eos_token_id, pad_token_id",
-            "gradient_checkpointing_enable": "self, gradient_checkpointing_kwargs",
-            "gradient_checkpointing_disable": "self",
-            "print_trainable_parameters": "self",
-        }.items()
+        for (module, name), (method, signature) in product(
+            (("actor_al", "ActorAL"), ("actor_vl", "ActorVL")),
+            {
+                "process_sequences": "self, sequences, input_len, eos_token_id, pad_token_id",
+                "gradient_checkpointing_enable": "self, gradient_checkpointing_kwargs",
+                "gradient_checkpointing_disable": "self",
+                "print_trainable_parameters": "self",
+            }.items(),
+        )
     },
     "lightrft.trainer.replay_buffer_utils:BufferItem": f"sequences, {ACTIONS}, action_entropy=None",
     "lightrft.trainer.replay_buffer_utils:BufferItemVL": (
@@ -273,7 +276,8 @@ def test_examples_of_actors(family, capsys):
     cls, names = ACTOR_EXAMPLES[family]
     actor = cls(pretrain_or_model=str(saved(family)), use_flash_attention_2=False, lora_rank=16, lora_alpha=32)
     prompt = build_encoded(family)[2][0]
-    input_ids, media = prompt.input_ids[None], {names.get(name, name): value for name, value in prompt.media.items()}
+    input_ids = prompt.input_ids[None]
+    media = {names.get(name, name): value for name, value in prompt.media.items()}
     for options in ({"max_new_tokens": 100}, {"max_new_tokens": 50, "temperature": 0.8, "do_sample": True}):
         sequences, attention_mask, action_mask = actor.generate(input_ids=input_ids, **media, **options)
         n = action_mask.size(1)
@@ -343,8 +347,10 @@ def test_formulas_of_the_experience_maker():
     maker = NaiveExperienceMaker.__new__(NaiveExperienceMaker)
     values, rewards = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    gamma, lambd = 0.9, 0.8
-    advantages, sums = torch.zeros(2, 5), torch.zeros(2, 5)
+    gamma = 0.9
+    lambd = 0.8
+    advantages = torch.zeros(2, 5)
+    sums = torch.zeros(2, 5)
     following = torch.cat([values * mask, torch.zeros(2, 1)], dim=1)
     for t in reversed(range(4)):
         delta = (rewards * mask)[:, t] + gamma * following[:, t + 1] - following[:, t]

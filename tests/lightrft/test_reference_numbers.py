@@ -92,7 +92,9 @@ def divergence(logp, base, k3):
 def by_definition(estimator, samples, *, coefficient, gamma, lambd, clip, k3):
     """Returns advantages, returns and sums of token rewards of samples (rewards, logps, base logps, values)."""
     shaped = shaped_rewards(estimator, [sample[0] for sample in samples])
-    all_advantages, all_returns, sums = [], [], []
+    all_advantages = []
+    all_returns = []
+    sums = []
     for reward, (_, logps, base, values) in zip(shaped, samples, strict=True):
         divergences = [divergence(a, b, k3) for a, b in zip(logps, base, strict=True)]
         per_token = rewards_of_tokens(reward, divergences, coefficient, clip)
@@ -133,7 +135,8 @@ def random_samples(seed, rewards=None):
 
 def experiences_of(samples, k3):
     """Returns padded experiences in float64 of samples, with masks and the KL divergence of each token."""
-    experiences, start = [], 0
+    experiences = []
+    start = 0
     for size in SIZES:
         part = samples[start : start + size]
         start += size

@@ -10,6 +10,7 @@ import math
 import signal
 import sys
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,11 @@ KINDS = {
     "audio": ("qwen2_audio", PPOTrainerAL, ActorAL, audio_rows),
 }
 GROUP = 4  # completions of each of the two prompts, as in `test_reference_numbers.py`
-GAMMA, LAMBDA, COEFFICIENT, CLIP, MAX_NORM = 0.9, 0.8, 0.2, 0.2, 0.3
+GAMMA = 0.9
+LAMBDA = 0.8
+COEFFICIENT = 0.2
+CLIP = 0.2
+MAX_NORM = 0.3
 RATES = {"policy": 1e-2, "critic": 2e-2}
 
 
@@ -64,7 +69,9 @@ class Loop:
         self.policy, self.reference, self.critic = (
             copy.deepcopy(model).double() for model in (policy, reference, critic)
         )
-        self.processor, self.pairs, self.estimator = processor, list(zip(rows, completions, strict=True)), estimator
+        self.processor = processor
+        self.pairs = list(zip(rows, completions, strict=True))
+        self.estimator = estimator
         rewards = length_and_sum(completions)
         with torch.no_grad():
             self.old_logps = self.logps(self.policy)
@@ -152,7 +159,7 @@ class Loop:
 @pytest.mark.parametrize(
     ("kind", "estimator", "use_cpg_loss"),
     [
-        *((kind, estimator, False) for kind in KINDS for estimator in ("gae", "group_norm", "rloo")),
+        *((kind, estimator, False) for kind, estimator in product(KINDS, ("gae", "group_norm", "rloo"))),
         *(("vision", estimator, True) for estimator in ("gae", "rloo", "cpgd")),
         ("audio", "group_norm", True),
     ],
@@ -210,7 +217,7 @@ def test_two_updates_are_those_of_the_loop(kind, estimator, use_cpg_loss, tmp_pa
         completions += [ids[mask].tolist() for ids, mask in zip(actions, experience.action_mask, strict=True)]
         ppo.replay_buffer.append(experience)
     assert len({len(ids) for ids in completions}) > 1
-    repeated = [row for row in rows for _ in range(GROUP)]
+    repeated = [row for row, _ in product(rows, range(GROUP))]
     loop = Loop(model, reference, critic, processor, repeated, completions, estimator, use_cpg_loss)
     before = weights_of(ppo.trainer.model)
     status = ppo.ppo_train()
@@ -257,7 +264,8 @@ def test_killed_script_resumes_bit_for_bit(estimator, tmp_path):
     assert not (tmp_path / "killed" / "model" / "model.safetensors").exists()
     resumed = run_script(tmp_path / "killed" / "model", model, estimator)
     assert resumed.returncode == 0 and "rollouts: 2" in resumed.stdout, resumed.stderr[-3000:]
-    expected, found = saved_weights(tmp_path / "model"), saved_weights(tmp_path / "killed" / "model")
+    expected = saved_weights(tmp_path / "model")
+    found = saved_weights(tmp_path / "killed" / "model")
     assert expected.keys() == found.keys() and any(name.startswith("critic/") for name in found) == (
         estimator == "gae"
     )

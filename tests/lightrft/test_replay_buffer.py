@@ -131,7 +131,8 @@ def test_moves_of_everything():
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, 0.3, 0.7, 1 / 3])
 def test_weights_make_up_for_groups_without_signal(constant):
-    live, dead = [0.0, 1.0, 0.0], [constant] * 3
+    live = [0.0, 1.0, 0.0]
+    dead = [constant] * 3
     rewards = torch.tensor([live, dead, dead, live])
     assert clip_filter_like_weight_func(rewards).tolist() == [[2] * 3, [1] * 3, [1] * 3, [2] * 3]
     weights = clip_filter_like_weight_func(rewards, 1.5, lamda=0.5)  # clipped
@@ -218,7 +219,8 @@ KINDS = {
 
 def random_items(kind: str, seed: int) -> list[BufferItem]:
     """Returns samples without padding, with 0, 1 or 3 media of each modality."""
-    generator, items = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    items = []
     for _ in range(4):
         length, n_actions, *numbers = torch.randint(0, 5, (5,), generator=generator).tolist()
         mask = torch.rand(n_actions + 1, generator=generator) > 0.3
@@ -349,7 +351,8 @@ def test_what_does_not_fit_is_refused(changes, message):
 
 def test_media_of_different_sizes_are_padded_on_the_right():
     short, long = (BufferItemVL(torch.tensor([1]), audio_values=torch.ones(1, 2, n)) for n in (3, 5))
-    short.audio_attention_mask, long.audio_attention_mask = torch.ones(1, 3).long(), torch.ones(1, 5).long()
+    short.audio_attention_mask = torch.ones(1, 3).long()
+    long.audio_attention_mask = torch.ones(1, 5).long()
     batch = make_experience_batch([short, long])
     assert batch.audio_values[0].tolist() == [[1, 1, 1, 0, 0]] * 2
     assert batch.audio_attention_mask.tolist() == [[1, 1, 1, 0, 0], [1] * 5]
@@ -608,7 +611,8 @@ def test_without_offload_samples_stay_where_they_are():
 
 def test_group_spread_over_batches_shares_its_media():
     """Three of a group are in one batch, one and another group in the next."""
-    image, other = torch.randn(4, 6), torch.randn(4, 6)
+    image = torch.randn(4, 6)
+    other = torch.randn(4, 6)
     parts = [
         ExperienceVL(
             **text(len(images)),

@@ -3,6 +3,7 @@
 
 import copy
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def build(name):
     critic = Critic(model)
     with torch.no_grad():
         critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    prompts = [p for p in encode_chats(model, processor, FAMILIES[name].prompts()) for _ in range(G)]
+    prompts = [p for p, _ in product(encode_chats(model, processor, FAMILIES[name].prompts()), range(G))]
     isolate = family_of(model).isolate
     return critic, prompts, *random_completions(len(prompts)), isolate
 
@@ -55,7 +56,8 @@ def test_packed_equals_padded(name):
         return values, gradients(critic, values, mask)
 
     # Pads each prompt separately, without padding on the left
-    (packed, packed_gradient), (padded, padded_gradient) = run(True, isolate), run(False, "prompt")
+    (packed, packed_gradient) = run(True, isolate)
+    (padded, padded_gradient) = run(False, "prompt")
     assert packed[mask.bool()].std() > 0.1
     assert not packed[mask == 0].any()
     assert (packed - padded).abs().max() <= 1e-4

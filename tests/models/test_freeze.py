@@ -104,10 +104,8 @@ BETWEEN = (
 
 
 def test_separators_between_patches_are_in_the_projector():
-    hunyuan, phi = (
-        tiny_model(transformers.HunYuanVLForConditionalGeneration),
-        ALL_FAMILIES["phi4_multimodal"].build()[0],
-    )
+    hunyuan = tiny_model(transformers.HunYuanVLForConditionalGeneration)
+    phi = ALL_FAMILIES["phi4_multimodal"].build()[0]
     for model, pattern in ((hunyuan, "vision_tower.patch_merger"), (phi, "img_feature_extensor")):
         freeze(model, ["projector"])
         found = {name: parameter.requires_grad for name, parameter in model.named_parameters() if pattern in name}
@@ -163,7 +161,8 @@ def test_every_parameter_is_in_one_part(name):
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_what_trains_is_the_complement_of_what_is_frozen(name):
     model, _ = ALL_FAMILIES[name].build()
-    parts, before = by_part(model), {name for name, p in model.named_parameters() if p.requires_grad}
+    parts = by_part(model)
+    before = {name for name, p in model.named_parameters() if p.requires_grad}
     for part in [part for part in PARTS if part in parts and len(parts) > 1]:
         model.requires_grad_(True)
         for each, parameter in model.named_parameters():
@@ -351,7 +350,8 @@ def key_of(name: str) -> str | None:
 def test_update_of_each_part_is_its_rate_times_the_gradient():
     gradients = Gradients()
     options = {"objects": {"callbacks": [gradients]}, "max_steps": 1, "learning_rates": RATES}
-    ours, before = run(InjectedOurs, FAMILY, image_rows(), **options), load(FAMILY)[0].state_dict()
+    ours = run(InjectedOurs, FAMILY, image_rows(), **options)
+    before = load(FAMILY)[0].state_dict()
     for name, parameter in ours.trainer.model.named_parameters():
         rate = RATES.get(key_of(name), PLAIN["learning_rate"])
         assert torch.equal(parameter, before[name].add(gradients.seen[0][name], alpha=-rate))
@@ -536,7 +536,8 @@ def test_resumed_run_is_the_same(tmp_path, adapted):
         objects = {"peft_config": LoraConfig(**LORA)} if adapted else None
         return make_trainer(InjectedOurs, FAMILY, image_rows(), folder, objects=objects, **{**RUN, **options})
 
-    straight, resumed = make(tmp_path / "straight"), make(tmp_path / "resumed")
+    straight = make(tmp_path / "straight")
+    resumed = make(tmp_path / "resumed")
     straight.train()
     folder = tmp_path / "straight" / "checkpoint-2"
     resumed.train(resume_from_checkpoint=str(folder))

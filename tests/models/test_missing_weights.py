@@ -22,7 +22,8 @@ from trl_multimodal_rft.rewards import RewardModel
 
 
 FAMILY = "gemma3"  # whose LM head is tied, and so in no folder
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 QUESTION, ANSWER = ([{"role": role, "content": "Is it a zebra?"}] for role in ("user", "assistant"))
 OTHER = [{**ANSWER[0], "content": "It is a cat."}]
 ROWS = Dataset.from_list([{"prompt": QUESTION, "chosen": ANSWER, "rejected": OTHER, "completion": ANSWER}] * 8)
@@ -45,7 +46,12 @@ def enter(door: str, folder: Path):
         options = {"base": None, "dtype": "auto", "trust_remote_code": False}
         return chat.load(argparse.Namespace(model_name_or_path=str(folder), **options))
     if name in ("evaluate", "filter"):
-        script, options = (evaluate, []) if name == "evaluate" else (filter, ["--by=accuracy", "--output_dir=kept"])
+        if name == "evaluate":
+            script = evaluate
+            options = []
+        else:
+            script = filter
+            options = ["--by=accuracy", "--output_dir=kept"]
         ROWS.to_parquet(f"{folder}.parquet")
         options += [f"--model_name_or_path={folder}", f"--dataset_name={folder}.parquet"]
         return script.main(*parse(script.ARGUMENTS, [*options, f"--reward_funcs={__name__}.right"]))
@@ -87,7 +93,8 @@ def test_a_model_without_some_weights_is_refused(door, folders):
 
 @pytest.mark.parametrize("door", JUDGES)
 def test_a_reward_model_without_its_score_or_with_other_weights_is_refused(door, folders):
-    folder, kind = folders["judge"], "lacks weights of Gemma3ForSequenceC"
+    folder = folders["judge"]
+    kind = "lacks weights of Gemma3ForSequenceC"
     whole = load_file(folder / WEIGHTS)
     score = {"score.weight": whole.pop("score.weight")}
     refused(door, folder, rf"{kind}.*random \(1: score.weight\); name a", whole)
@@ -105,7 +112,8 @@ def test_an_adapter_or_an_index_of_shards_without_its_weights_is_refused(tmp_pat
     model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
     processor.save_pretrained(tmp_path / "shards")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    path, index = tmp_path / "adapter" / ADAPTER, tmp_path / "shards" / f"{WEIGHTS}.index.json"
+    path = tmp_path / "adapter" / ADAPTER
+    index = tmp_path / "shards" / f"{WEIGHTS}.index.json"
     assert load_trained(str(path.parent)) and load_trained(str(index.parent))
     save_file(dict([*load_file(path).items()][1:]), path, {"format": "pt"})
     index.write_text('{"weight_map": ')

@@ -131,13 +131,17 @@ def given(family: str):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_trains_by_name_as_by_object(seed, tmp_path):
     generator = random.Random(seed)
-    family, trainer_class = generator.choice([*ROWS]), generator.choice(TRAINERS)
+    family = generator.choice([*ROWS])
+    trainer_class = generator.choice(TRAINERS)
     rows = generator.choice(ROWS[family])(4)
     chosen = lay_out(family, tmp_path / "released", generator)
-    (model, processor), released = given(family), str(tmp_path / "released")
-    by_name, by_object = {"model": released}, {"model": model, "processing_class": processor}
+    (model, processor) = given(family)
+    released = str(tmp_path / "released")
+    by_name = {"model": released}
+    by_object = {"model": model, "processing_class": processor}
     if trainer_class is MultimodalPPOTrainer and generator.random() < 0.5:
-        by_name["value_model"], by_object["value_model"] = released, given(family)[0]
+        by_name["value_model"] = released
+        by_object["value_model"] = given(family)[0]
     options = {"max_steps": 1, "beta": generator.choice([0.0, 0.1]), "self_check": False, "learning_rate": 0.1}
     try:
         moved, expected = (

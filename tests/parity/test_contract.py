@@ -157,7 +157,8 @@ def test_every_override_is_in_the_contract(name):
 @pytest.mark.parametrize("name", house.trainers())
 def test_every_trainer_has_its_config_command_card_and_tests(name):
     """A new trainer adds them to the registries, from which all other lists are made."""
-    trainer, command = house.trainers()[name], name.lower()
+    trainer = house.trainers()[name]
+    command = name.lower()
     assert issubclass(house.exported("Config")[name], TrainingArguments)
     assert command in LAUNCHED and script_of(command).prefix == f"Multimodal{name}"
     assert trainer._name and "trl-multimodal-rft" in vars(trainer)["_tag_names"]
@@ -463,7 +464,8 @@ def test_a_newer_version_is_refused_where_a_call_would_fail(tmp_path, monkeypatc
     state(tmp_path, monkeypatch, trl="1.99.0")
     with pytest.raises(ImportError) as raised:
         check_versions()
-    error, number = str(raised.value), version("transformers")
+    error = str(raised.value)
+    number = version("transformers")
     lost = "`adapter_name` of `trl.trainer.utils.use_adapter`, `trl.trainer.utils.nanmax`, "
     lost += "`dim` of `trl.trainer.utils.nanstd`, `keepdim` of `trl.trainer.utils.nanstd`"
     assert f"trl 1.99.0 lacks {lost}" in error

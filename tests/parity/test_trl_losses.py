@@ -28,8 +28,14 @@ from trl_multimodal_rft.algorithms.metrics import MetricLog, rank_mean, token_me
 
 
 TRL_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
-BATCH, LENGTH, ACCUMULATION, STEPS, LIMIT = 6, 5, 2, 4, 9
-EPSILON_LOW, EPSILON_HIGH, DELTA = 0.1, 0.2, 1.5
+BATCH = 6
+LENGTH = 5
+ACCUMULATION = 2
+STEPS = 4
+LIMIT = 9
+EPSILON_LOW = 0.1
+EPSILON_HIGH = 0.2
+DELTA = 1.5
 COEF = 0.2  # of the entropy bonus
 # Differ from TRL's defaults
 SHAPES = {
@@ -132,7 +138,8 @@ def logged(metrics):
 
 def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
     """Runs one micro-batch in TRL's trainer and here; `ours_as` is this package's name of the loss."""
-    values, case = batch(options.get("by_token", False)), (loss_type, level, options)
+    values = batch(options.get("by_token", False))
+    case = (loss_type, level, options)
     if "on_policy" in options:
         del values["old_per_token_logps"]
     if "use_vllm" not in options:
@@ -142,8 +149,11 @@ def compare(loss_type, options, level="token", ours_as=None, base=GRPOTrainer):
         {name: values[name].clone().requires_grad_() for name in ("logps", "entropies", "aux_loss")} for _ in range(2)
     )
     trainer = trl_trainer(base, tuple(theirs.values()), loss_type, level, **options)
-    args, mask, n_tokens = trainer.args, values["mask"], values["num_items_in_batch"]
-    training, quantile = trainer.model.training, trainer.top_entropy_quantile
+    args = trainer.args
+    mask = values["mask"]
+    n_tokens = values["num_items_in_batch"]
+    training = trainer.model.training
+    quantile = trainer.top_entropy_quantile
     inputs = LossInputs(
         ours["logps"],
         values.get("old_per_token_logps", ours["logps"].detach()),

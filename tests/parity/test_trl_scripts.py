@@ -43,7 +43,8 @@ _MODELS = tempfile.TemporaryDirectory()
 def saved(model_class=hf.Qwen3ForCausalLM, **changes) -> str:
     """Returns the folder of a tiny model and its tokenizer, which pads on the right, like most."""
     words = tokenizer()
-    words.padding_side, words.chat_template = "right", qwen3_chat_template
+    words.padding_side = "right"
+    words.chat_template = qwen3_chat_template
     config = model_class.config_class(**decoder(words, head_dim=16, **changes))
     model, _ = instantiate(model_class, config, SimpleNamespace(tokenizer=words), scale=3.0)
     folder = tempfile.mkdtemp(dir=_MODELS.name, prefix="policy" if "Causal" in model_class.__name__ else "judge")
@@ -305,7 +306,9 @@ ARGUMENTS = {name for trainers in TRAINERS.values() for name in inspect.signatur
 def run_script(trainer_class, script: dict):
     """Returns a run, with the arguments of reward functions and callbacks."""
     settings = {name: value() if callable(value) else value for name, value in {**TEXT, **script}.items()}
-    reward, dataset, seen = settings.pop("reward"), settings.pop("dataset"), []
+    reward = settings.pop("reward")
+    dataset = settings.pop("dataset")
+    seen = []
 
     def remember(prompts, completions, completion_ids, **kwargs):
         objects = ("log_extra", "log_metric", "trainer_state", "environments")
@@ -361,7 +364,8 @@ def test_training_steps_get_the_rows_that_they_get_with_trl(tmp_path):
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
         )
-        rows, step = [], trainer.training_step
+        rows = []
+        step = trainer.training_step
         trainer.training_step = lambda model, inputs, *args, step=step, rows=rows: (
             rows.append([getattr(row, "row", row) for row in inputs]) or step(model, inputs, *args)
         )
@@ -509,7 +513,8 @@ SFT = {
 
 def run_sft(trainer_class, config_class, folder, script: dict) -> Run:
     settings = {"dataset": texts, "objects": dict, **script}
-    rows, objects = settings.pop("dataset")(), settings.pop("objects")()
+    rows = settings.pop("dataset")()
+    objects = settings.pop("objects")()
     options = {"per_device_train_batch_size": 2, "max_length": None, "train_sampling_strategy": "sequential"}
     args = config_class(str(folder), **{**PLAIN, **options, "learning_rate": 0.1, **settings})
     trainer = trainer_class(saved(), args, train_dataset=rows, **objects)

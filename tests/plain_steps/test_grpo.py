@@ -27,7 +27,8 @@ CASES = {
 def plain_updates(run, rows, reference, **options):
     """Returns loss and gradients of both updates."""
     options = {NAMES.get(name, name): value for name, value in options.items()}
-    groups, model = groups_of(run, rows, length_and_sum), copy.deepcopy(run.start)
+    groups = groups_of(run, rows, length_and_sum)
+    model = copy.deepcopy(run.start)
     sampled(model, [completion for group in groups for completion in group], options.get("temperature", 1.0))
     updates = []
     for _ in range(2):

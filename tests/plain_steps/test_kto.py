@@ -28,7 +28,8 @@ def test_update_is_that_of_the_plain_step(family, rows, options):
     reference = shifted(load(family)[0], seed=SEEDS[family])
     objects = {"ref_model": copy.deepcopy(reference)}
     run = answering(MultimodalKTOTrainer, family, labelled(rows()), objects=objects, **options)
-    answers, reference = answers_of(run, rows(), "chosen"), in_double(reference)
+    answers = answers_of(run, rows(), "chosen")
+    reference = in_double(reference)
     assert divergence(run.start, reference, answers) > 0.1
     loss = kto_loss(run.start, reference, answers, LABELS, **options)
     assert_same(run, [(loss.item(), descend(run.start, loss, 0.0))])

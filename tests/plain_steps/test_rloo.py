@@ -26,7 +26,8 @@ def run_of(family, rows, beta, epsilon, temperature):
 
 def plain_updates(run, family, rows, beta, epsilon, temperature):
     """Returns loss and gradients of both updates."""
-    groups, model = groups_of(run, rows, length_and_sum), copy.deepcopy(run.start)
+    groups = groups_of(run, rows, length_and_sum)
+    model = copy.deepcopy(run.start)
     sampled(model, [completion for group in groups for completion in group], temperature)
     reference = in_double(load(family)[0]) if beta else None
     advantages = leave_one_out_advantages(groups, reference, beta=beta, temperature=temperature)

@@ -60,7 +60,8 @@ def chatted(path, rows):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # gradio's use of pandas
 def test_saved_model_answers_the_same(tmp_path):
-    rows, base = rows_of("sound", 2), folder("sound")
+    rows = rows_of("sound", 2)
+    base = folder("sound")
     output = tmp_path / "model"
     trainer = make_trainer(
         MultimodalGRPOTrainer, None, rows, output, objects={"model": base, "peft_config": LORA}, **OPTIONS

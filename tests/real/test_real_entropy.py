@@ -43,7 +43,8 @@ def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
     )
     trainer.train()
     model, _ = load("text")
-    kept, dropped = [], []
+    kept = []
+    dropped = []
     for batch in (moment.batch for moment in trainer.micro_batches):
         for i, prompt in enumerate(batch.prompts):
             mask = batch.loss_mask[i].bool()
@@ -51,7 +52,8 @@ def test_tokens_of_highest_entropy_are_trained_on(tmp_path):
             weights = batch.tokens.weights[i][mask]
             kept.append(entropies[weights > 0])
             dropped.append(entropies[weights == 0])
-    kept, dropped = torch.cat(kept), torch.cat(dropped)
+    kept = torch.cat(kept)
+    dropped = torch.cat(dropped)
     # Over both micro-batches of an update, of whose tokens a quarter had 4.7 nats on average, and the others 2.0
     assert len(kept) == math.ceil(SHARE * (len(kept) + len(dropped)))
     assert kept.min() > dropped.max() - 1e-4

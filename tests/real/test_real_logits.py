@@ -39,7 +39,8 @@ def policy(kind):
 @torch.no_grad()
 def scored(kind):
     """Log-probabilities of sampled tokens by several forwards, of two completions to each prompt."""
-    real, prompts = policy(kind), policy(kind).prompts[::2][: N_ROWS[kind]]
+    real = policy(kind)
+    prompts = policy(kind).prompts[::2][: N_ROWS[kind]]
     config = real.settings.generation_config
     config.update(max_new_tokens=N_NEW, output_logits=True, return_dict_in_generate=True)
     torch.manual_seed(0)

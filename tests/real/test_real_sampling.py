@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Completions of a pretrained model are those of its own `generate`, token by token."""
 
+from itertools import product
+
 import pytest
 import torch
 from helpers.real_models import REAL, load, rows_of
@@ -33,7 +35,7 @@ def made(kind):
     inputs = processor.apply_chat_template(messages, **options)
     assert len({len(prompt) for prompt in prompts}) > 1
     repeated = {name: value.repeat_interleave(G, 0) for name, value in inputs.items()}
-    return model, processor, [prompt for prompt in prompts for _ in range(G)], repeated
+    return model, processor, [prompt for prompt, _ in product(prompts, range(G))], repeated
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -53,7 +55,8 @@ def test_tokens_and_random_state_are_those_of_generate(kind):
     torch.manual_seed(1)
     with torch.no_grad(), original_attention(model):
         output = model.generate(**inputs, generation_config=config)
-    expected, state = output[:, inputs["input_ids"].size(1) :], torch.get_rng_state()
+    expected = output[:, inputs["input_ids"].size(1) :]
+    state = torch.get_rng_state()
     torch.manual_seed(1)
     completions = generate_completions(model, model, prompts, config, config.pad_token_id, model.device)
     assert torch.equal(completions, expected) and torch.equal(torch.get_rng_state(), state)

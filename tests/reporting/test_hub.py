@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -44,7 +45,8 @@ class Published:
     """Published files and results of some scenarios."""
 
     def __init__(self, hub: HubServer, folder: Path, scenarios: list[str]):
-        self.hub, self.folder = hub, folder
+        self.hub = hub
+        self.folder = folder
         self.environment = python_environment(HF_ENDPOINT=hub.url, HF_HOME=str(folder / "home"), HF_TOKEN="hf_write")
         self.environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         worker = TESTS / "helpers" / "hub_worker.py"
@@ -94,7 +96,8 @@ def assert_answers(asked: dict, *inputs: str) -> None:
 
 @pytest.mark.gate
 def test_policy_with_audio(published):
-    result, repo = published["grpo_audio"], published.hub.model("someone/digits")
+    result = published["grpo_audio"]
+    repo = published.hub.model("someone/digits")
     assert result["same"] and result["vocabulary"]
     assert result["processor"] == ["Qwen2AudioProcessor", "Qwen2AudioProcessor"]
     (scalars,) = repo.paths - MODEL - WEIGHTS
@@ -102,7 +105,8 @@ def test_policy_with_audio(published):
     assert not repo.private and messages(repo) == ["End of training"]
     assert_answers(result, "input_features")
     assert 'from_pretrained("someone/digits"' in result["code"]
-    data, text = result["data"], result["text"]
+    data = result["data"]
+    text = result["text"]
     assert data["library_name"] == "transformers" and data["pipeline_tag"] == "audio-text-to-text"
     assert {"trl", "trl-multimodal-rft", "grpo", "audio", "digits"} <= set(data["tags"])
     assert data["datasets"] == "someone/spoken" and "licence" not in data and "base_model" not in data
@@ -146,7 +150,8 @@ def test_nothing_half_written(published):
 
 @pytest.mark.gate
 def test_adapter(published):
-    result, repo = published["lora_image"], published.hub.model("someone/adapter")
+    result = published["lora_image"]
+    repo = published.hub.model("someone/adapter")
     assert result["same"] and result["processor"] == "Qwen2_5_VLProcessor"
     assert repo.paths == MODEL | ADAPTER
     assert_answers(result, "pixel_values")
@@ -159,7 +164,8 @@ def test_adapter(published):
 
 @pytest.mark.gate
 def test_policy_critic_and_last_checkpoint(published):
-    result, repo = published["ppo_image"], published.hub.model("someone/ppo")
+    result = published["ppo_image"]
+    repo = published.hub.model("someone/ppo")
     assert result["same"] and result["critic"] and result["average"] and result["moved"]
     average = in_folder(MODEL - {"README.md"} | WEIGHTS, "ema")
     checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | CRITIC | STATE | {"ema.safetensors"}, "last-checkpoint")
@@ -168,7 +174,7 @@ def test_policy_critic_and_last_checkpoint(published):
     assert 'subfolder="critic"' in result["text"] and '`subfolder="ema"`' in result["text"]
     assert "https://huggingface.co/papers/1506.02438" in result["text"]
     # The critic belongs to the model from the first push on, and the run resumes from the checkpoint on the Hub
-    steps = [f"Training in progress, step {i}{part}" for i in (1, 2) for part in ("", ", checkpoint")]
+    steps = [f"Training in progress, step {i}{part}" for i, part in product((1, 2), ("", ", checkpoint"))]
     assert messages(repo) == [*steps, "End of training"]
     during = [set(commit.files) - {".gitattributes"} for commit in repo.commits[1:5]]
     assert during[0] == MODEL | WEIGHTS | CRITIC
@@ -183,12 +189,13 @@ def test_policy_critic_and_last_checkpoint(published):
 
 @pytest.mark.gate
 def test_strategies(published):
-    result, hub = published["strategies"], published.hub
+    result = published["strategies"]
+    hub = published.hub
     assert messages(hub.model("someone/end")) == []
     saves = ["Training in progress, step 1", "Training in progress, step 2"]
     assert messages(hub.model("someone/every_save")) == saves
     assert hub.model("someone/every_save").paths == MODEL | WEIGHTS
-    checkpoints = {f"checkpoint-{i}/{name}" for i in (1, 2) for name in MODEL - {"README.md"} | WEIGHTS | STATE}
+    checkpoints = {f"checkpoint-{i}/{name}" for i, name in product((1, 2), MODEL - {"README.md"} | WEIGHTS | STATE)}
     assert hub.model("someone/all_checkpoints").paths == MODEL | WEIGHTS | checkpoints
     assert result["every_save"] and result["all_checkpoints"]
     first, second = (commit.files["model.safetensors"] for commit in hub.model("someone/every_save").commits[1:])
@@ -198,7 +205,8 @@ def test_strategies(published):
 @pytest.mark.gate
 def test_checkpoint_stays_while_it_is_uploaded(published):
     """The first one becomes obsolete when the trainer writes the second, while its upload runs."""
-    result, repo = published["strategies"], published.hub.model("slow/all_checkpoints")
+    result = published["strategies"]
+    repo = published.hub.model("slow/all_checkpoints")
     assert messages(repo) == ["Training in progress, step 1", "Training in progress, step 1, checkpoint"]
     checkpoint = in_folder(MODEL - {"README.md"} | WEIGHTS | STATE, "checkpoint-1")
     assert repo.paths == MODEL | WEIGHTS | checkpoint
@@ -211,7 +219,8 @@ def test_checkpoint_stays_while_it_is_uploaded(published):
 @pytest.mark.gate
 def test_refused_and_the_command_that_publishes(published):
     """`huggingface_hub` raises the errors. After training, the trained model is saved completely."""
-    refused, down = published["refused"], {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
+    refused = published["refused"]
+    down = {"down_before": "ConnectError", "offline": "OfflineModeIsEnabled"}
     for case in ("none", "wrong", "down_before", "offline"):
         assert refused[case]["type"] == down.get(case, "HfHubHTTPError")
         assert case in down or "401" in refused[case]["message"]
@@ -247,7 +256,8 @@ def test_offline(tmp_path):
 @pytest.mark.slow
 def test_policy_of_several_media(more):
     """Tables of completions go only to the configured place."""
-    result, hub = more["mixed"], more.hub
+    result = more["mixed"]
+    hub = more.hub
     assert result["data"]["pipeline_tag"] == "any-to-any"
     assert {"image", "audio", "video"} <= set(result["data"]["tags"])
     assert "it takes text, images, video and audio and answers" in result["text"]

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import weakref
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -178,7 +179,8 @@ def test_media_in_the_messages(tmp_path):
     rows = table(tmp_path, 1)
     assert rows.features["images"] == List(Image()) and rows.features["audios"] == List(Audio())
     for row in (rows[0], rows[4]):
-        (picture,), (heard,) = row["images"], row["audios"]
+        (picture,) = row["images"]
+        (heard,) = row["audios"]
         assert_same("image", picture, pictures[index_of(row)])
         assert_same("audio", heard, sounds[index_of(row)])
         assert row["prompt"][0]["content"].startswith("<image><audio>Are")
@@ -198,7 +200,8 @@ def test_evaluation_logs_its_own(tmp_path):
     objects = {"eval_dataset": ROWS["audio"](2)}
     options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "max_steps": 2}
     train("audio", tmp_path, objects=objects, **options)
-    rows, sources = table(tmp_path, 2), ROWS["audio"](2)
+    rows = table(tmp_path, 2)
+    sources = ROWS["audio"](2)
     assert [index_of(row) for row in rows] == [0] * 4 + [1] * 4
     for i, row in enumerate(rows):
         assert (row["audio"] is None) == (i % 4 > 0)
@@ -386,14 +389,19 @@ def test_trackio(boards):
         rows = entry["completions"]["_value"]
         assert len(rows) == 16 and {row["step"] for row in rows} == {step}
         tags = ["<audio>", "<image>" * step, "<video>", ""]
-        assert [row["prompt"] for row in rows] == [f"{tag}What is it?" for tag in tags for _ in range(4)]
+        assert [row["prompt"] for row in rows] == [f"{tag}What is it?" for tag, _ in product(tags, range(4))]
         assert all(isinstance(row["completion"], str) and isinstance(row["length_and_sum"], float) for row in rows)
-        held = {(i, key) for i, row in enumerate(rows) for key in ("audio", "images", "video") if row[key] is not None}
+        held = {
+            (i, key)
+            for (i, row), key in product(enumerate(rows), ("audio", "images", "video"))
+            if row[key] is not None
+        }
         assert held == {(0, "audio"), (4, "images"), (8, "video")}
 
         assert {key for key in entry if "/" in key} == {"completions/audio/0", "completions/video/2"}
         assert rows[0]["audio"] == "completions/audio/0"
-        sound, film = entry["completions/audio/0"], entry["completions/video/2"]
+        sound = entry["completions/audio/0"]
+        film = entry["completions/video/2"]
         assert (sound["_type"], film["_type"]) == ("trackio.audio", "trackio.video")
         assert all(cell["_type"] == "trackio.image" for cell in rows[4]["images"])
         pictures = [media / cell["file_path"] for cell in rows[4]["images"]]
@@ -616,7 +624,7 @@ def test_two_processes_write_what_one_does(tmp_path):
         assert one["prompt"][:] == two["prompt"][:]
 
     def held(rows):
-        return {(i, key) for i, row in enumerate(rows) for key in ("audio", "images", "video") if row[key]}
+        return {(i, key) for (i, row), key in product(enumerate(rows), ("audio", "images", "video")) if row[key]}
 
     for alone, trained, evaluated, bound in tables.values():
         assert held(alone) == set()

@@ -202,7 +202,8 @@ def test_readmes_code_ends_in_a_model_that_has_learned(first_day):
 @pytest.fixture
 def first_recordings(tmp_path, monkeypatch):
     """Returns a working directory with fewer recordings than `first_run.py` writes, and nothing that a model saw."""
-    rows, black = partial(spoken_digits, train_rows=40, test_rows=10), np.zeros((480, 28, 28), np.uint8)
+    rows = partial(spoken_digits, train_rows=40, test_rows=10)
+    black = np.zeros((480, 28, 28), np.uint8)
     monkeypatch.setattr(first_run, "spoken_digits", rows)
     monkeypatch.setattr(tasks, "_mnist", lambda: dict.fromkeys(("train", "test"), (black, np.zeros(480, int))))
     monkeypatch.setattr(first_run, "looking_model", lambda pictures: digit_model())
@@ -254,7 +255,8 @@ def test_commands_are_there(page):
     for program, *words in [*commands(page), *map(str.split, named)]:
         if [program, *words[:3]] == ["hf", "jobs", "uv", "run"]:
             job = uv_app.commands["run"].make_context("run", words[3:]).params
-            program, words = job["script"], job["script_args"]
+            program = job["script"]
+            words = job["script_args"]
         if program == "make":
             assert words[0] in targets
         elif program == "trl-multimodal-rft":
@@ -495,7 +497,8 @@ def test_errors_that_are_explained_exist():
 
 
 def test_models_by_name_are_measured():
-    text, table = (ROOT / "docs" / "models.md").read_text(), (ROOT / "docs" / "generated" / "families.md").read_text()
+    text = (ROOT / "docs" / "models.md").read_text()
+    table = (ROOT / "docs" / "generated" / "families.md").read_text()
     cells = [line.strip("| ").split(" | ") for line in table.partition(MARK)[2].splitlines()]
     modes = {row[0]: row[3] for row in cells if len(row) > 3 and row[0] not in ("family", "---")}
     by_name, explained = re.split(r"^## ", text, flags=re.MULTILINE)[:2]
@@ -580,7 +583,10 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.links, self.loaded, self.tags = set(), [], [], Counter()
+        self.ids = set()
+        self.links = []
+        self.loaded = []
+        self.tags = Counter()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -617,7 +623,8 @@ def test_site_is_built(tmp_path):
     assert "<b><code>packing</code></b>" in config
     # Defaults come from the docstrings, and types appear once
     assert "0.992" in config and "DEFAULT_RULES.max" not in config
-    signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers := read("reference/trainers"), re.DOTALL)[1]
+    trainers = read("reference/trainers")
+    signature = re.search(r"doc-signature.*?<pre>(.*?)</pre>", trainers, re.DOTALL)[1]
     assert "reward_funcs" in signature and "RewardFunc" not in signature and "RewardFunc" in trainers
     first = read("")
     assert "images/before_after.svg" in first and pages[tmp_path].tags["img"] == 1

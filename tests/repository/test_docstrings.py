@@ -134,17 +134,20 @@ def is_in_full(name):
 
 def offends(name):
     """Returns the fault of a name's docstring."""
-    value, known = NAMES[name], definitions(name)
+    value = NAMES[name]
+    known = definitions(name)
     if is_in_full(name) and not any(each.__doc__ for each in known):
         yield "has no docstring"
-    if strange := documented(value.__doc__) - parameters(value) - {"kwargs"}:
+    strange = documented(value.__doc__) - parameters(value) - {"kwargs"}
+    if strange:
         yield f"describes parameters that it doesn't have: {sorted(strange)}"
     if not is_in_full(name) or not (all(is_ours(each) for each in known) or inspect.isclass(value)):
         return
     described = [each for owner in known for each in (owner, *references(owner))]
     inherited = set().union(*(parameters(each) for each in known if not is_ours(each)))
     named = set().union(*(documented(each.__doc__) for each in described))
-    if left := parameters(value) - inherited - {"kwargs"} - named:
+    left = parameters(value) - inherited - {"kwargs"} - named
+    if left:
         yield f"doesn't describe {sorted(left)}"
     titles = {title for each in described if is_ours(each) for title, _ in sections(each.__doc__)}
     if raises(value) and "Raises" not in titles:

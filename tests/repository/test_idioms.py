@@ -44,7 +44,8 @@ CONDITIONAL = "for x in a if c else b"
     ],
 )
 def test_what_is_counted(code, expected):
-    assert [idiom for idiom, _ in idioms.places(ast.parse(code))] == expected
+    tree = ast.parse(code)
+    assert [idiom for idiom, _ in [*idioms.assignments(tree), *idioms.loops(tree)]] == expected
 
 
 def parts(text: str) -> dict[str, int]:

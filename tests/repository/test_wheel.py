@@ -32,7 +32,9 @@ def test_a_tag_is_ready_for_the_index(tmp_path):
     """README's links lead to files of the tag, and the metadata to the repository; another version is refused."""
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    prepare, address, tag = runpy.run_path(str(ROOT / "docs" / "release.py"))["main"], "https://host/we/it", "v0.1.0"
+    prepare = runpy.run_path(str(ROOT / "docs" / "release.py"))["main"]
+    address = "https://host/we/it"
+    tag = "v0.1.0"
     with pytest.raises(SystemExit, match="tag `v0.1.0`"):
         prepare(address, "v0.2", tmp_path)
     prepare(address, tag, tmp_path)
@@ -75,7 +77,8 @@ def test_wheel_is_whole(tmp_path):
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    package, no_caches = "trl_multimodal_rft", shutil.ignore_patterns("__pycache__")
+    package = "trl_multimodal_rft"
+    no_caches = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / package, source / package, ignore=no_caches)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     run = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=PATIENCE)

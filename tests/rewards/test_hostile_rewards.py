@@ -40,8 +40,11 @@ def hostile(seed, length):
         letter = chr(generator.choice([generator.randrange(0x80, 0xD800), generator.randrange(0xE000, 0x20000)]))
         return "".join(generator.choices([*PIECES, letter], k=generator.randint(1, most)))
 
-    kind, unit, inner = generator.choice(["repeated", "repeated", "nested", "mixed"]), some(4), some(3)
-    start, end = generator.choice(["", some(3)]), generator.choice(["", some(3)])
+    kind = generator.choice(["repeated", "repeated", "nested", "mixed"])
+    unit = some(4)
+    inner = some(3)
+    start = generator.choice(["", some(3)])
+    end = generator.choice(["", some(3)])
     middle = {
         "repeated": unit * (length // len(unit)),
         "nested": unit * (length // len(unit) // 2) + inner + "])}>"[seed % 4] * (length // 2),
@@ -59,7 +62,8 @@ def reward_of(function, text, solution):
 
 def with_references(name):
     """A function and those of `REFERENCES` that it takes."""
-    [function], taken = load_reward_funcs([name]), []
+    [function] = load_reward_funcs([name])
+    taken = []
     for solution in REFERENCES:
         try:
             reward_of(function, "a", solution)
@@ -173,7 +177,8 @@ def test_no_sign_hides_the_rest_of_an_answer():
 @pytest.mark.parametrize("solution", ["A", "(A)", "A. dog", "a"])
 def test_scores_of_letters(table, score, solution):
     answers = of_table(table)
-    solutions, choices = [solution] * len(answers), [["dog", "cat", "cow", "owl"]] * len(answers)
+    solutions = [solution] * len(answers)
+    choices = [["dog", "cat", "cow", "owl"]] * len(answers)
     assert scored_otherwise(rewards.accuracy_reward, answers, score, solutions) == []
     assert scored_otherwise(rewards.choice_reward, answers, score, solutions, choices=choices) == []
 
@@ -225,7 +230,8 @@ NO_POINTS = """nowhere ¦ 3 4 ¦ <point x=3> ¦ y=4 ¦ {"x": 3} ¦ <point x="3" 
     ],
 )
 def test_scores_of_places_and_times(name, table, solution, score):
-    reward, answers = getattr(rewards, name), of_table(table)
+    reward = getattr(rewards, name)
+    answers = of_table(table)
     for forms in (answers, [f"<answer>{answer}</answer>" for answer in answers]):
         assert scored_otherwise(reward, forms, score, [solution] * len(forms)) == []
     if score and name != "point_in_box_reward":  # references are read alike

@@ -3,6 +3,7 @@
 
 import functools
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,8 @@ def test_every_form_of_a_row_scores_alike():
 
 def test_plain_text_is_joined():
     model, processor = classifier()
-    prompts, completions = ["Is there a bird? ", "Is there? "], ["a bird", "The answer is red green blue"]
+    prompts = ["Is there a bird? ", "Is there? "]
+    completions = ["a bird", "The answer is red green blue"]
     expected = []
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = processor.tokenizer(prompt + completion, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -174,7 +176,8 @@ def test_plain_text_is_joined():
 
 def test_written_placeholders_are_text():
     reward = RewardModel(*classifier())
-    written, read = "a <start_of_image> bird <image_soft_token>", "a < start_of_image> bird < image_soft_token>"
+    written = "a <start_of_image> bird <image_soft_token>"
+    read = "a < start_of_image> bird < image_soft_token>"
     for prompt in PROMPTS[:2]:
         assert reward([prompt], [answer(written)]) == reward([prompt], [answer(read)])
     pictured = [chat(image(28, 28), text(words)) for words in (written, read)]
@@ -246,14 +249,15 @@ def test_completions_of_a_prompt_share_its_forward(family):
     reward = RewardModel(as_reward_model(model), processor, batch_size=6)
     rows = conversations(family)[2]
     words = ("a bird", "a bird is a cat", "no")
-    prompts = [rows[i]["prompt"] for i in range(len(rows)) for _ in range(3)] + [rows[0]["prompt"]] * 2
+    prompts = [rows[i]["prompt"] for i, _ in product(range(len(rows)), range(3))] + [rows[0]["prompt"]] * 2
     completions = [answer(words[i % 3]) for i in range(len(prompts) - 2)] + [answer("no")] * 2
     lengths = []
     reward.model.get_decoder().register_forward_hook(
         lambda module, args, output: lengths.append(output[0][..., 0].numel())
     )
     together = reward(prompts, completions)
-    n_tokens, n_forwards = sum(lengths), len(lengths)
+    n_tokens = sum(lengths)
+    n_forwards = len(lengths)
     alone = [reward([p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5) and max(alone) - min(alone) > 0.05
     assert n_tokens < sum(lengths[n_forwards:]) / 1.5 and len(lengths) == n_forwards + len(prompts)
@@ -267,7 +271,8 @@ def test_completions_of_a_prompt_share_its_forward(family):
 def test_media_that_cannot_be_taken_raise():
     clip = chat({"type": "audio", "audio": sound(0.3)}, text("Who?"))
     model, processor = classifier()
-    name, (qwen, qwen_processor) = "my-Gemma3ForSequenceClassification", FAMILIES["qwen2_audio"].build()
+    name = "my-Gemma3ForSequenceClassification"
+    (qwen, qwen_processor) = FAMILIES["qwen2_audio"].build()
     reader, _ = classifier(hf.Gemma3TextForSequenceClassification)
     blind = classifier()[1]
     blind.chat_template = processor.chat_template.replace("<start_of_image>", "")
@@ -284,7 +289,8 @@ def test_media_that_cannot_be_taken_raise():
 
 
 def test_more_than_one_label_raises():
-    folder, options = saved(hf.Gemma3ForSequenceClassification), {"num_labels": 2, "ignore_mismatched_sizes": True}
+    folder = saved(hf.Gemma3ForSequenceClassification)
+    options = {"num_labels": 2, "ignore_mismatched_sizes": True}
     model = hf.Gemma3ForSequenceClassification.from_pretrained(folder, **options)
     with pytest.raises(ValueError, match=r"shape \(4, 2\) for 4 rows; .*num_labels=1"):
         RewardModel(model, classifier()[1])(PROMPTS, COMPLETIONS)
@@ -315,7 +321,8 @@ def expected_rewards(trainer, rows: list[dict], batch: dict, end: str = "") -> l
     ("given", "rows"), [("instance", image_rows), ("instance and processor", text_rows), ("path", images_rows)]
 )
 def test_a_policy_is_rewarded_by_a_model_of_another_family(given, rows):
-    reward, objects = saved(hf.Gemma3ForSequenceClassification), {}
+    reward = saved(hf.Gemma3ForSequenceClassification)
+    objects = {}
     if given != "path":
         reward, processor = classifier()
         objects = {"reward_processing_classes": [None, processor]} if "processor" in given else {}
@@ -409,10 +416,15 @@ def test_a_reader_of_text_scores_what_was_said_after_tools_showed_images(caplog)
 
 @pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_vl"])
 def test_what_can_not_be_a_reward_raises(family, tmp_path):
-    name, (reward, processor) = "my-Gemma3ForSequenceClassification", classifier()
-    rows, error, message = audio_rows(), MediaError, f"row 0, .*'{name}' .*takes no audio"
+    name = "my-Gemma3ForSequenceClassification"
+    (reward, processor) = classifier()
+    rows = audio_rows()
+    error = MediaError
+    message = f"row 0, .*'{name}' .*takes no audio"
     if family == "qwen2_5_vl":
-        rows, error, message = image_rows(), ValueError, f"'{name}' returned nan for row [0-7];"
+        rows = image_rows()
+        error = ValueError
+        message = f"'{name}' returned nan for row [0-7];"
         with torch.no_grad():
             reward.score.weight.fill_(torch.nan)
     with pytest.raises(error, match=message):

@@ -41,9 +41,11 @@ LONG = {"max_completion_length": 1500, "max_steps": 1, "self_check": True, "lear
 def train(trainer=Recorded, family="qwen3_vl", environment=None, objects=None, **options):
     """Returns a run of completions that call `show`, a tool, or one of an environment that rewards them."""
     if environment is None:
-        acts, options = {"tools": [shows(*SHOWN)]}, {"max_context_media": 1, **options}
+        acts = {"tools": [shows(*SHOWN)]}
+        options = {"max_context_media": 1, **options}
     else:
-        acts, options = {"environment_factory": environment}, {"reward": None, **options}
+        acts = {"environment_factory": environment}
+        options = {"reward": None, **options}
     rows = audio_rows() if family == "qwen2_5_omni" else image_rows()
     options = {**LONG, "sampler": Scripted, "objects": {**talking(family), **acts, **(objects or {})}, **options}
     return run(trainer, family, rows, **options)
@@ -68,7 +70,8 @@ def contexts(row, index, most):
     own = [{"type": kind, kind: row[kind]} for kind in ("image", "audio") if row.get(kind) is not None]
     own = [{**each, "audio": each["audio"]["array"]} if each["type"] == "audio" else each for each in own]
     messages = [{"role": "user", "content": [*own, {"type": "text", "text": row["prompt"][0]["content"]}]}]
-    found, behind = [], []
+    found = []
+    behind = []
     for n in range(Scripted.turns[index]):
         function = {"name": "show", "arguments": {"number": n}}
         asked = {"role": "assistant", "content": [], "tool_calls": [{"type": "function", "function": function}]}
@@ -78,7 +81,8 @@ def contexts(row, index, most):
         if surplus > 0:
             found.append((messages, behind[:-1]))
             whole = [*messages, *behind[:-2], asked, result]
-            messages, behind = without_first(whole, surplus), []
+            messages = without_first(whole, surplus)
+            behind = []
     answer = {"role": "assistant", "content": [{"type": "text", "text": f"The answer is {index} cat"}]}
     return [*found, (messages, [*behind, answer])]
 
@@ -89,9 +93,12 @@ def plain_update(family, draw, most, weights) -> tuple[dict[str, torch.Tensor], 
     with the processor's inputs, and the weights of tokens in their sum, and these log-probabilities.
     """
     model, processor = (talking(family)[name] for name in ("model", "processing_class"))
-    model, found, total = model.double(), [], 0
+    model = model.double()
+    found = []
+    total = 0
     for i, row in enumerate(draw.rows):
-        logps, ids = [], []
+        logps = []
+        ids = []
         for messages, behind in contexts(row, i, most):
             start = encode(processor, messages)["input_ids"].size(1)
             inputs = encode(processor, [*messages, *behind])
@@ -125,7 +132,9 @@ WEIGHTS = {
     "cispo": lambda n, tokens, total: 0.2 / total,  # the ratio's bound, `epsilon_high`
     **dict.fromkeys(["dapo", "vespo"], lambda n, tokens, total: 1 / total),
 }
-PADDED, SPLIT = {"packing": "padded"}, {"max_tokens_per_microbatch": 200}  # by contexts
+# by contexts
+PADDED = {"packing": "padded"}
+SPLIT = {"max_tokens_per_microbatch": 200}
 CASES = [("qwen3_vl", most, "dapo", PADDED) for most in (1, 2)]
 CASES += [(family, 1, "dapo", PADDED) for family in ("qwen2_5_omni", "llava", "gemma3", "qwen3_5")]
 CASES += [("qwen3_vl", 1, loss, SPLIT) for loss in ("grpo", "gmpo", "luspo", "dr_grpo", "cispo", "vespo")]
@@ -160,7 +169,9 @@ class Ahead(AskedAhead, Short):
 
     def __init__(self, trainer):
         super().__init__(trainer, send=self.send)
-        self.turn, self.scripts, self.n = 1, {}, 8
+        self.turn = 1
+        self.scripts = {}
+        self.n = 8
 
     def send(self, request, salt, turn, attempt):
         ids = self.encoded(call(number=0))
@@ -213,7 +224,8 @@ class Summary(Album):
     """Keeps what was said apart from the last one, and changes what it was given."""
 
     def get_context(self, messages):
-        messages[-1]["content"], messages[0]["content"][:] = "", messages[0]["content"][-1:]
+        messages[-1]["content"] = ""
+        messages[0]["content"][:] = messages[0]["content"][-1:]
         text = {"type": "text", "text": f"Seen: {self.n}<|im_end|>"}  # a control token, which is left out
         return None if self.n < 2 else [messages[0], {"role": "user", "content": [text, PICTURE]}]
 
@@ -261,7 +273,8 @@ def test_contexts_without_a_message_to_answer(chosen):
 class Engine(Sampler):
     """Takes decoded media, as vLLM does. Every other completion asks for images, which rewrite its context."""
 
-    is_engine, max_length = True, 4096
+    is_engine = True
+    max_length = 4096
 
     def __call__(self, model, prompts, *, step, config=None, room=None, branches=None):
         self.turn = 0 if room is None else self.turn + 1

@@ -8,6 +8,7 @@ import pickle
 import random
 import re
 from dataclasses import fields, replace
+from itertools import product
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def prompts_in(groups) -> list[int]:
 
 
 def test_newest_groups_are_kept_without_images():
-    buffer, own = GroupBuffer(2, max_age=5, seed=0), group(1)
+    buffer = GroupBuffer(2, max_age=5, seed=0)
+    own = group(1)
     buffer.append([group(0), own, group(2)])
     assert prompts_in(buffer.state_dict()["groups"]) == [1, 2]
     assert own.prompts[0].decoded
@@ -99,7 +101,8 @@ def test_completions_without_gradient_have_no_advantage_on_any_token_that_counts
 
 
 def test_what_is_kept_is_a_copy():
-    buffer, own = GroupBuffer(), group(1)
+    buffer = GroupBuffer()
+    own = group(1)
     buffer.append([own])
     own.completion_ids.zero_()
     assert buffer.take(1)[0].completion_ids.tolist() == [[1] * 3] * 2
@@ -136,12 +139,14 @@ class Exchanged:
     """Batches of two groups, numbered in the order of the draws; `live(number, step)` have signal."""
 
     def __init__(self, live, rounds: int = 0, replay: int = 0, max_age: int | None = None):
-        self.live, self.n = live, 0
+        self.live = live
+        self.n = 0
         buffers = GroupBuffer(replay, max_age, seed=0), GroupBuffer(2)
         self.exchange = GroupExchange(Accelerator(cpu=True), 2, *buffers, rounds, replay > 0)
 
     def draw(self, step: int) -> Rollout:
-        numbers, self.n = (self.n, self.n + 1), self.n + 2
+        numbers = (self.n, self.n + 1)
+        self.n = self.n + 2
         return join_rollouts([group(i, step, live=self.live(i, step)) for i in numbers], torch.device("cpu"))
 
     def step(self, step: int) -> tuple[list[int], bool, dict[str, float]]:
@@ -209,10 +214,12 @@ def test_replay_fills_what_dynamic_sampling_leaves(first, used, fresh, fraction)
 
 def longest_first(loads: list[list[int]]) -> int:
     """Returns the longest rank where each takes the next longest group as long as it has room."""
-    totals, held = [0] * len(loads), [0] * len(loads)
+    totals = [0] * len(loads)
+    held = [0] * len(loads)
     for load in sorted(sum(loads, []), reverse=True):
         rank = min((r for r in range(len(loads)) if held[r] < len(loads[0])), key=totals.__getitem__)
-        totals[rank], held[rank] = totals[rank] + load, held[rank] + 1
+        totals[rank] = totals[rank] + load
+        held[rank] = held[rank] + 1
     return max(totals)
 
 
@@ -221,7 +228,8 @@ def test_swaps_balance_about_as_well_as_a_new_distribution(ranks, n):
     generator = random.Random(0)
     for _ in range(20):
         loads = [[int(generator.lognormvariate(8, 0.7)) for _ in range(n)] for _ in range(ranks)]
-        places, load = balanced_assignment(loads, [[1] * n] * ranks), sum(loads, [])
+        places = balanced_assignment(loads, [[1] * n] * ranks)
+        load = sum(loads, [])
         assert sorted(sum(places, [])) == [*range(ranks * n)] and {*map(len, places)} == {n}
         longest = max(sum(load[group] for group in held) for held in places)
         assert longest <= 1.2 * longest_first(loads) and longest <= max(map(sum, loads))
@@ -244,7 +252,7 @@ def test_load_of_a_group_counts_its_prompt_for_each_padded_row():
 
 def test_longest_micro_batches_of_ranks_coincide():
     lengths = torch.tensor([[1, 9, 5, 3], [30, 10, 90, 50]]).repeat_interleave(2, 1)
-    prompts = [group(0).prompts[0] for _ in range(4) for _ in range(2)]
+    prompts = [group(0).prompts[0] for _, _ in product(range(4), range(2))]
     prompts = [prompts[i // 2 * 2] for i in range(8)]
     orders = [micro_batch_order(prompts, own.tolist(), 4, torch.Generator().manual_seed(3)) for own in lengths]
     ranked = [own[order][::2].argsort().tolist() for own, order in zip(lengths, orders, strict=True)]
@@ -262,7 +270,8 @@ def test_pieces_of_a_split_group_count_their_own_loads():
 
 def test_a_group_travels_without_its_neighbours():
     """Tensors of prompts may be parts of a batch's."""
-    own, batch = group(1), torch.rand(1000, 3)
+    own = group(1)
+    batch = torch.rand(1000, 3)
     own.prompts[0].media["pixel_values"] = batch[5:6]
     own.prompts[0].on_device["pixel_values"] = batch
     data = pickled_group(own)

@@ -129,7 +129,8 @@ def train(family, rows, shown, packing):
 def forward(model, processor, conversation, prompt, completion):
     """Returns log-probabilities of a completion from the processor and the model, which encode it as sampled."""
     inputs = encode(processor, conversation)
-    start, end = len(prompt), len(prompt) + len(completion)
+    start = len(prompt)
+    end = len(prompt) + len(completion)
     assert inputs["input_ids"][0, :end].tolist() == [*prompt.input_ids.tolist(), *completion.tolist()]
     logps = model(**inputs).logits[0, start - 1 : end - 1].log_softmax(-1)
     return logps.gather(-1, completion[:, None])[:, 0]
@@ -151,7 +152,8 @@ def test_conversations_are_scored_as_the_model_reads_them(family, rows, shown):
     scored = [each.trainer.micro_batches[0].logps for each in (packed, padded)]
     for i, n_calls in enumerate(Scripted.turns):
         mask = batch["completion_mask"][i].bool()
-        prompt, completion = batch.prompts[i], batch["completion_ids"][i][mask]
+        prompt = batch.prompts[i]
+        completion = batch["completion_ids"][i][mask]
         # Sampled tokens carry a loss, tool results don't
         sampled = [token for n in range(n_calls + 1) for token in packed.trainer.sampler.scripts[n, i]]
         assert completion[batch["tool_mask"][i][mask].bool()].tolist() == sampled
@@ -177,12 +179,14 @@ def test_rloo_trains_on_what_was_sampled_alone():
     """Its update equals its formula on the model's forward pass of each conversation."""
     objects = {**talking("qwen3_vl"), "tools": [shows(*images())]}
     result = run(RLOO, "qwen3_vl", image_rows(), objects=objects, sampler=Scripted, beta=0.0, **LONG)
-    inputs, rows = result.trainer.inputs, image_rows()
+    inputs = result.trainer.inputs
+    rows = image_rows()
     model, processor = (talking("qwen3_vl")[name] for name in ("model", "processing_class"))
     logps = []
     for i, n_calls in enumerate(Scripted.turns):
         mask = inputs["completion_mask"][i].bool()
-        prompt, completion = inputs.rollout.prompts[i], inputs["completion_ids"][i][mask]
+        prompt = inputs.rollout.prompts[i]
+        completion = inputs["completion_ids"][i][mask]
         row = next(row for row in rows if f" {prompt.row}" in row["prompt"][0]["content"])
         conversation = whole(row, i, n_calls, images())
         logps.append(
@@ -212,13 +216,15 @@ class Answering(Scripted):
 
 def test_generation_continues_as_the_model_would():
     """The trainer scores the policy that it samples from."""
-    media, options = everything(), {"max_new_tokens": 6, "do_sample": False}
+    media = everything()
+    options = {"max_new_tokens": 6, "do_sample": False}
     objects = {**talking("qwen2_5_omni"), "tools": [shows(*media)]}
     trainer = run(
         Recorded, "qwen2_5_omni", video_rows(), objects=objects, sampler=Answering, generation_kwargs=options, **LONG
     ).trainer
     model, processor = (talking("qwen2_5_omni")[name] for name in ("model", "processing_class"))
-    draw, answers = trainer.draws[0], iter(trainer.sampler.answers)
+    draw = trainer.draws[0]
+    answers = iter(trainer.sampler.answers)
     for i, n_calls in enumerate(Answering.turns):
         mask = draw.batch["completion_mask"][i].bool() & draw.batch["tool_mask"][i].bool()
         sampled = draw.batch["completion_ids"][i][mask].tolist()
@@ -437,7 +443,8 @@ class Shown(Gallery):
     """Shows a row's image, then smaller ones, and counts them."""
 
     def reset(self, image, **row):
-        self.image, self.n = image, 0
+        self.image = image
+        self.n = 0
         return [{"type": "text", "text": " Look closer."}]
 
     def show(self, number: int) -> list:
@@ -462,7 +469,9 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
     rows = image_rows(4)
     objects = talking("qwen3_vl")
     model, processor = objects.values()
-    generate, tokenizer, seen = type(model).generate, processor.tokenizer, []
+    generate = type(model).generate
+    tokenizer = processor.tokenizer
+    seen = []
 
     def scripted(self, **inputs):
         if tokenizer.decode(inputs["input_ids"].flatten()).count("<tool_call>") > 0:
@@ -513,7 +522,8 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         assert completion[1]["content"][0]["image"].size == (56, 56)
         answer = truth(i, suppressed)[: alone.rows[i]["completion_lengths"][0]]
         text = tokenizer.decode(answer, skip_special_tokens=True)
-        answered, (conversation,) = alone.rows[i]["extracted_answers"][0], alone.rows[i]["completions"]
+        answered = alone.rows[i]["extracted_answers"][0]
+        (conversation,) = alone.rows[i]["completions"]
         assert len(text) > 3 and answered.startswith(text)
         assert "tool: <image>Is there a cat?" in conversation and conversation.endswith(answered)
     # Without the row's image, the tools' media remain
@@ -530,7 +540,7 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
         assert answer.split("assistant: ")[-1].startswith(text.lstrip()) and len(text) > 2 and "'number'" in called
         changed += [conversation] != blind.rows[i]["completions"]
     assert changed
-    (file,) = [alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"]
+    file = alone.save(tmp_path / "results") or tmp_path / "results" / "rows.parquet"
     assert load_dataset("parquet", data_files=str(file), split="train")["ended_by"][0] == [None]
 
 
@@ -737,7 +747,8 @@ class Counter:
     """Counts, and is rewarded for it."""
 
     def reset(self, start, **row):
-        self.count, self.row = start, row
+        self.count = start
+        self.row = row
         return None if start else " It starts at zero."
 
     async def increase(self, by: int) -> str:
@@ -1319,7 +1330,9 @@ WORK = {2: ["well"], 4: ["well", "forgetfully", "badly"], 5: ["unpaid"], 6: ["ba
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer):
-    seen, is_grpo, going = [], trainer is GRPO, [0, 2, 6, 7]
+    seen = []
+    is_grpo = trainer is GRPO
+    going = [0, 2, 6, 7]
 
     def punctual(completions, **kwargs):
         seen.extend(completions)
@@ -1333,9 +1346,15 @@ def test_a_failed_trajectory_is_in_no_loss_and_no_baseline(trainer):
     assert logged(result, "reward") == [8.0] and logged(result, "rewards/punctual/mean") == [7.0]
     # Failures end a conversation; other errors of tools are results
     assert [len(each) for each in seen] == [1, 1, 3, 1, 3, 3, 5, 1] and "try again" in seen[6][1]["content"]
-    first, second = (1.5 / (4.5**0.5 + 1e-4), 0.5 / (0.5**0.5 + 1e-4)) if is_grpo else (3.0, 1.0)
+    if is_grpo:
+        first = 1.5 / (4.5**0.5 + 1e-4)
+        second = 0.5 / (0.5**0.5 + 1e-4)
+    else:
+        first = 3.0
+        second = 1.0
     advantages = [-first, 0, first, 0, 0, 0, second, -second]
-    inputs, model = result.trainer.inputs, talking("qwen3_vl")["model"]
+    inputs = result.trainer.inputs
+    model = talking("qwen3_vl")["model"]
     assert inputs["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
     logps = own_logps(model, inputs.rollout.prompts, inputs["completion_ids"], inputs["completion_mask"])
     sampled = (inputs["completion_mask"] * inputs["tool_mask"])[going]

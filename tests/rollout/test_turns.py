@@ -95,7 +95,8 @@ def trajectories(seed, n=8, groups=2):
             steps = [(1, 0, draw(5) / 4), *steps]
         states = [f"prompt {i % groups}", *(f"result {draw(2)}" for _ in range(n_turns - 1))]
         found.append({"group": i % groups, "steps": steps, "outcome": float(draw(2)), "states": states})
-    found[3]["outcome"], found[3]["steps"] = NAN, [(end, turn, NAN) for end, turn, _ in found[3]["steps"]]
+    found[3]["outcome"] = NAN
+    found[3]["steps"] = [(end, turn, NAN) for end, turn, _ in found[3]["steps"]]
     return found
 
 
@@ -129,7 +130,8 @@ def returns(each, discount, of_turns=False):
 
 def normalized(values, scale=True) -> list[float]:
     """Values relative to those with an equal key, 0 if they or the others can't tell."""
-    groups, found = defaultdict(list), []
+    groups = defaultdict(list)
+    found = []
     for key, value in values:
         groups[key] += [value] if value == value else []
     for key, value in values:
@@ -216,7 +218,8 @@ def test_equal_trajectories_have_no_advantage(name):
 
 @pytest.mark.parametrize("turns", [[[(3, "a")], [], [(2, "a")]], [[], [], []]])
 def test_a_completion_without_tokens_is_compared_by_its_outcome(turns):
-    rewards, mask = torch.tensor([[1.0], [0.0], [0.5]]), torch.zeros(3, 3)
+    rewards = torch.tensor([[1.0], [0.0], [0.5]])
+    mask = torch.zeros(3, 3)
     for row, own in zip(mask, turns, strict=True):
         row[: own[0][0] if own else 0] = 1
     given = {"rewards": rewards[:, 0], "rewards_per_func": rewards, "group_ids": torch.zeros(3).long(), "mask": mask}
@@ -228,7 +231,8 @@ def test_a_completion_without_tokens_is_compared_by_its_outcome(turns):
 
 def test_outcomes_are_weighted_and_take_the_bonus():
     given = [[StepwiseReward.of([(3, 1.0), (8, 2.0)]), StepwiseReward.of([(8, 0.5)]), 1.0], [None, 4.0, None]]
-    per_func, turns = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]]), [[(4, "a"), (9, "b")], [(4, "a")]]
+    per_func = torch.tensor([[3.0, 0.5, 1.0], [NAN, 4.0, NAN]])
+    turns = [[(4, "a"), (9, "b")], [(4, "a")]]
     found = join_steps(given, turns, per_func, torch.tensor([0.5, 2.0, 10.0]), torch.tensor([0.25, 0.0]))
     assert found.steps == [[(3, 0, 0.5, 0), (8, 1, 2.0, 1)], [(3, 0, None, 0)]]
     assert found.outcomes.tolist() == [10.25, 8.0]
@@ -270,7 +274,8 @@ def test_rewards_of_turns_reach_the_update(most, estimator, formula):
     options = {"advantage_estimator": estimator, "max_context_media": most, "self_check": False}
     result = train(reward=[of_turns, halves, outcome], reward_weights=[1.0, 0.5, 2.0], **options)
     draw = result.trainer.draws[0]
-    in_loss, given = (draw.batch["completion_mask"] * draw.batch["tool_mask"]).bool(), []
+    in_loss = (draw.batch["completion_mask"] * draw.batch["tool_mask"]).bool()
+    given = []
     for i, turns in enumerate(draw.batch.source.turns):
         own = by_turn(i, Scripted.turns[i])
         steps = [(1, 0, 0.05 * i)] if i else []
@@ -318,7 +323,8 @@ def swapped(completion_ids, **kwargs):
 )
 def test_a_group_has_signal_where_an_advantage_is_not_0(estimator, rewards, learns, tmp_path, monkeypatch):
     """For dynamic sampling, replay, hints and logs, whatever the sums of rewards are."""
-    warned, options = [], {"dynamic_sampling": 2, "replay_buffer_size": 2, "max_steps": 2, "logging_steps": 1}
+    warned = []
+    options = {"dynamic_sampling": 2, "replay_buffer_size": 2, "max_steps": 2, "logging_steps": 1}
     monkeypatch.setattr(rollout_logs.logger, "warning", warned.append)
     monkeypatch.setattr(rollout_logs.SignalHint.__init__, "__defaults__", (False, 2))
     options |= {"advantage_estimator": estimator, "reward": rewards}

@@ -17,7 +17,8 @@ from trl_multimodal_rft.extras import evaluate
 from trl_multimodal_rft.rollout.tools import Zoom, load_tools
 
 
-WIDTH, HEIGHT = 200, 100
+WIDTH = 200
+HEIGHT = 100
 
 
 def picture(width=WIDTH, height=HEIGHT):
@@ -38,7 +39,8 @@ def shown(zoom, box, **arguments):
     [block] = zoom.zoom(box, **arguments)
     assert block["type"] == "image"
     part = np.asarray(block["image"])
-    (left, top), (right, bottom) = part[0, 0, :2].tolist(), part[-1, -1, :2].tolist()
+    (left, top) = part[0, 0, :2].tolist()
+    (right, bottom) = part[-1, -1, :2].tolist()
     assert part.shape[:2] == (bottom + 1 - top, right + 1 - left)
     return [left, top, right + 1, bottom + 1]
 
@@ -113,7 +115,8 @@ def test_tools_by_name(tmp_path, monkeypatch):
 
 
 def test_training(tmp_path):
-    boxes, seen = [[9, 9, 0, 0], *7 * [[0, 0, 40, 40]]], []
+    boxes = [[9, 9, 0, 0], *7 * [[0, 0, 40, 40]]]
+    seen = []
     script = {i: [call("zoom", bbox_2d=box, label="cat")] for i, box in enumerate(boxes)}
 
     def watch(completions, **kwargs):

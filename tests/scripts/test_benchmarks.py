@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from functools import partial
+from itertools import product
 
 import conversations
 import gpu_report
@@ -138,7 +139,9 @@ def test_study_of_views(capsys, monkeypatch):
 
 
 def test_checkpointing_runs_layers_again(policy_update, tmp_path, monkeypatch):
-    silu, calls, counts = torch.nn.functional.silu, [], {}
+    silu = torch.nn.functional.silu
+    calls = []
+    counts = {}
     monkeypatch.setattr(torch.nn.functional, "silu", lambda *args, **kw: calls.append(1) or silu(*args, **kw))
     for options in ([], ["--checkpointing"]):
         args = policy_update.parse(["--preset", "tiny", "--group", "2", "--tokens", "8", "--updates_only", *options])
@@ -162,7 +165,7 @@ def test_step_table(capsys, monkeypatch):
     steps, parts = (table.strip().splitlines()[2:] for table in printed[-2:])
     assert [row.split(" | ")[0] for row in steps] == [f"| `{name}`" for name in rows]
     assert [row.split(" | ")[:2] for row in parts] == [
-        [f"| `{name}`", trainer] for name in rows[:2] for trainer in ("TRL", "ours")
+        [f"| `{name}`", trainer] for name, trainer in product(rows[:2], ("TRL", "ours"))
     ]
     assert results["text"]["processor_ratio"] == results["text"]["setting"]["group"]
     assert results["engine"]["trl"]["step_scoring_s"] > 0 == results["engine"]["ours"]["step_scoring_s"]
@@ -185,7 +188,9 @@ def test_options_that_make_no_sense(policy_update, capsys):
 
 def test_gpu_report(tmp_path, monkeypatch):
     """Runs the GPU report on tiny models in several goes; a trainer fails, one is too slow, one is killed."""
-    build, built, alive = gpu_report.policy_update.build_trainers, [], weakref.WeakSet()
+    build = gpu_report.policy_update.build_trainers
+    built = []
+    alive = weakref.WeakSet()
     kills = ["step, image, ours"]
 
     def fails_once(args, folder, names):
@@ -218,7 +223,9 @@ def test_gpu_report(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         report()
     found = report()
-    sides = [f"{row}, {side}" for row in ("update, image", "update, audio", "step, image") for side in ("ours", "trl")]
+    sides = [
+        f"{row}, {side}" for row, side in product(("update, image", "update, audio", "step, image"), ("ours", "trl"))
+    ]
     assert built[2:] == [*sides[:5], *sides[4:], "update, varied, ours", "update, varied, trl"]
     (failed,) = found["left"].items()
     assert failed == ("update: qwen2_5_vl, varied, 2 x 4 x 16, lognormal; trl", "RuntimeError: no kernel")
@@ -278,9 +285,16 @@ def test_costs_of_layers_add_up(packed, checkpointing):
 @pytest.mark.parametrize("packed, prompt", [(False, 300), (True, 300), (True, 30_000)])
 def test_operations_are_those_of_the_formula(packed, prompt):
     """Counts six operations per weight of a layer and token, and those of attention and of the LM head."""
-    group, tokens, layers, heads, size, vocabulary = 4, 100, 6, 6, 64, 400
+    group = 4
+    tokens = 100
+    layers = 6
+    heads = 6
+    size = 64
+    vocabulary = 400
     text = project.policy_update.PRESETS["12m"].text
-    width, inner, keys = text["hidden_size"], text["intermediate_size"], text["num_key_value_heads"]
+    width = text["hidden_size"]
+    inner = text["intermediate_size"]
+    keys = text["num_key_value_heads"]
     weights = 2 * width * heads * size + 2 * width * keys * size + 3 * width * inner
     rows = prompt + group * tokens if packed else group * (prompt + tokens)
     pairs = prompt * (prompt + 1) / 2 + group * (tokens * prompt + tokens * (tokens + 1) / 2)
@@ -299,7 +313,8 @@ def test_predictions_are_near_what_was_measured(capsys):
 
 
 def test_project(capsys):
-    least, options = project.COMPLETIONS[0], ["--presets", "tiny", "--group", "2"]
+    least = project.COMPLETIONS[0]
+    options = ["--presets", "tiny", "--group", "2"]
     result = project.main([*options, "--cases", "image", "--tokens", str(least)])
     printed = capsys.readouterr().out
     assert printed.startswith("PREDICTIONS, NOT MEASURED.") and result["targets"] == []

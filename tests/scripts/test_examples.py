@@ -290,7 +290,8 @@ def test_arguments(tmp_path):
 
     default = MultimodalPPOConfig(use_cpu=True)
     plain = (default.max_steps, default.learning_rate)
-    settings, named = tmp_path / "settings.yaml", tmp_path / "named.yaml"
+    settings = tmp_path / "settings.yaml"
+    named = tmp_path / "named.yaml"
     settings.write_text("max_steps: 5\noutput_dir: file\nvalue_model_name_or_path: critic\n")
     named.write_text("model_name_or_path: model\noutput_dir: file\n")
     assert read() == (7, 1e-3, "demo", None, None)
@@ -312,7 +313,8 @@ def test_with_noise(tmp_path):
         assert noisy.features == dataset.features and noisy["solution"] == dataset["solution"]
         changed = []
         for row, clear in zip(noisy, dataset, strict=True):
-            samples, like = read(row), read(clear)
+            samples = read(row)
+            like = read(clear)
             assert samples.shape == like.shape
             changed.append(not np.array_equal(samples, like))
             if changed[-1]:

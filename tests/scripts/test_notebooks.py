@@ -87,7 +87,8 @@ def test_as_committed(path):
     """They have the outputs of a run of this code from top to bottom, hide no warnings, and their links resolve."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    code, outputs = [cell for cell in notebook.cells if cell.cell_type == "code"], outputs_of(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = outputs_of(notebook)
     assert notebook.metadata["sources"] == REFRESH["sources"](notebook), "run `make notebooks`"
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert shown(notebook, "image/png") and not any(output.get("name") == "stderr" for output in outputs)

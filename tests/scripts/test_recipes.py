@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,9 +66,11 @@ SMALL |= {"lora_r": 2, "soft_overlong_cache": 4, "use_vllm": False, "bf16": Fals
 
 def header(path):
     """Returns the fields in a recipe's comments by name: lists of lines."""
-    found, name = {}, None
+    found = {}
+    name = None
     for line in path.read_text().splitlines():
-        if match := re.match(r"# (?:(\w+):| {8,})\s+(.*)", line):
+        match = re.match(r"# (?:(\w+):| {8,})\s+(.*)", line)
+        if match:
             name = match[1] or name
             found.setdefault(name, []).append(match[2])
     return found
@@ -166,7 +169,8 @@ def prepared(path, handmade, tmp_path):
         at = words.index("--media_dir") + 1
         words[at] = str(handmade / ("." if words[at] == "." else "media"))
     at = words.index("--output_dir") + 1
-    name, words[at] = words[at], str(tmp_path / words[at])
+    name = words[at]
+    words[at] = str(tmp_path / words[at])
     main(words)
     return name
 
@@ -185,7 +189,8 @@ def arguments(name, **changes):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_says_what_it_is(name):
-    path, text = RECIPES[name], RECIPES[name].read_text()
+    path = RECIPES[name]
+    text = RECIPES[name].read_text()
     said = header(path)
     assert [each for each in FIELDS if each not in said] == [] and len(text) < 5000
     keys = yaml.safe_load(text)
@@ -246,8 +251,10 @@ def agree(paper, recipe):
     """Whether a paper's value is the recipe's: of a method with settings the name, and what both set."""
     if not isinstance(paper, str):
         return paper == recipe
-    (name, settings), (other, others) = split_settings(paper), split_settings(recipe)
-    settings, others = settings or {}, others or {}
+    (name, settings) = split_settings(paper)
+    (other, others) = split_settings(recipe)
+    settings = settings or {}
+    others = others or {}
     return name == other and all(agree(settings[key], others[key]) for key in settings.keys() & others.keys())
 
 
@@ -342,7 +349,8 @@ def test_trains(name, handmade, tmp_path, monkeypatch, request):
     if "chat_template_path" in recipe:
         changes["chat_template_path"] = tmp_path / "tools.jinja"
         changes["chat_template_path"].write_text(qwen3_vl_chat_template)
-    if (url := re.search(r"http://[\w.:]+", str(recipe.get("reward_funcs")))) is not None:
+    url = re.search(r"http://[\w.:]+", str(recipe.get("reward_funcs")))
+    if url is not None:
         reply = {"choices": [{"message": {"role": "assistant", "content": "Score: 1"}}]}
         judge = request.getfixturevalue("serve")(lambda request: reply)
         changes["reward_funcs"] = [each.replace(url[0], judge.url) for each in recipe["reward_funcs"]]
@@ -357,7 +365,7 @@ def test_trains(name, handmade, tmp_path, monkeypatch, request):
     trainer.train()
     assert trainer.state.global_step == changes["max_steps"] and (url is None or judge.requests)
     assert any((value != before[key]).any() for key, value in trainer.model.named_parameters() if key in before)
-    kinds = {kind for row in trainer.train_dataset for kind in expected if row.get(kind) or row.get(f"{kind}s")}
+    kinds = {kind for row, kind in product(trainer.train_dataset, expected) if row.get(kind) or row.get(f"{kind}s")}
     assert kinds == expected == (trainer.card_notes.modalities if hasattr(trainer, "card_notes") else expected)
     routed = {each for weights in recipe.get("reward_recipe", {}).values() for each in weights}
     for each in routed | set(recipe.get("reward_funcs", ())):
@@ -412,11 +420,13 @@ def test_options_to_reproduce_are_those_of_an_evaluation():
 
 def test_what_a_reproduction_calls(tmp_path, monkeypatch):
     """Each call for the recipe, options and commit of the folder; an interrupted training goes on."""
-    recipe, called = tmp_path / "my.yaml", []
+    recipe = tmp_path / "my.yaml"
+    called = []
     settings = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": "accuracy_reward"}
     settings |= {"system_prompt": "Think.\n--output_dir elsewhere", "ignored_media_columns": ["a", "b"]}
     recipe.write_text("# trl-multimodal-rft grpo --config my.yaml\n" + yaml.safe_dump(settings))
-    folder, dies = tmp_path / "out [1]", [True]
+    folder = tmp_path / "out [1]"
+    dies = [True]
 
     def run(words, check=True, **kwargs):
         if words[0] == "git":
@@ -480,12 +490,14 @@ def commands(folder):
 def test_reproduces_a_curve(handmade, tmp_path):
     """The script trains and evaluates a small model; a second call repeats neither."""
     prepared(RECIPES["qwen3_vl_2b/geometry3k_grpo"], handmade, tmp_path)
-    model, small = saved("qwen3_vl"), {**SMALL, "save_strategy": "steps", "num_processes": 1}
+    model = saved("qwen3_vl")
+    small = {**SMALL, "save_strategy": "steps", "num_processes": 1}
     train = " ".join(f"--{name} {value}" for name, value in small.items())
     environment = {**os.environ, "SEEDS": "0", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     environment |= {"TRAIN": f"{train} --model_name_or_path {model} --accelerate_config cpu"}
     environment["PATH"] = f"{commands(tmp_path / 'bin')}:{environment['PATH']}"
-    script, folder = ROOT / "examples" / "reproduce.sh", tmp_path / "results"
+    script = ROOT / "examples" / "reproduce.sh"
+    folder = tmp_path / "results"
     words = ["bash", str(script), "qwen3_vl_2b/geometry3k_grpo", str(folder), "--max_completion_length", "8"]
     words += ["--dtype", "float32", "--accelerate_config", "cpu"]
     tables = []

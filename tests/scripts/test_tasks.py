@@ -2,6 +2,7 @@
 """The example tasks and the small models that train on them."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -133,7 +134,8 @@ def test_hidden_digits_are_seen_from_near_alone(images):
     assert seen.select(range(80))["solution"] == images["test"].select(range(80))["solution"]
     magnifier = Magnifier()
     for number, row in enumerate(seen.select(range(80))):
-        x, y = number // 10 % 2, number // 20 % 2
+        x = number // 10 % 2
+        y = number // 20 % 2
         thumbnail = np.asarray(row["image"])
         assert thumbnail[y, x] == thumbnail.sum() == 112
         magnifier.reset(**row)
@@ -173,7 +175,7 @@ def test_long_recordings_are_told_by_their_parts_alone(tmp_path):
 def test_a_single_frame_does_not_tell_the_direction():
     """From every start, each frame is the same collection of pictures, whichever way the digit moves."""
     picture = np.arange(1, 7, dtype=np.uint8).reshape(2, 3)
-    starts = [(row, column) for row in range(5) for column in range(5)]
+    starts = [(row, column) for row, column in product(range(5), range(5))]
     options = {"frames": 4, "size": 5, "step": 2}
     seen = [[move(picture, direction, start, **options) for start in starts] for direction in DIRECTIONS]
     for time in range(4):
@@ -204,7 +206,8 @@ def test_models_answer_rows_and_survive_saving(tasks, kind, tmp_path):
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    loaded, loaded_processor = auto_class.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    loaded_processor = AutoProcessor.from_pretrained(tmp_path)
 
     row = rows_to_messages([dataset["test"][0]])[0]
     outputs = []

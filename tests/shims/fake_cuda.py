@@ -120,7 +120,9 @@ class Watch:
     """What was reported: `operators` by name, and `waits` and `uploads` by the line that runs them."""
 
     def __init__(self):
-        self.operators, self.waits, self.uploads = Counter(), Counter(), Counter()
+        self.operators = Counter()
+        self.waits = Counter()
+        self.uploads = Counter()
 
     def __call__(self, kind: str, what: str, n_bytes: int, waits: bool) -> None:
         if kind == "operator":
@@ -169,7 +171,8 @@ def _line() -> str:
     """The innermost line outside of torch, or autograd's thread, which has no other."""
     frame = sys._getframe(2)
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        file = frame.f_code.co_filename
+        name = frame.f_code.co_name
         is_inner = any(each in file for each in ("/torch/", __file__, "/contextlib.py", "/functools.py", "<"))
         if not is_inner and name != "__torch_dispatch__":
             return f"{'/'.join(Path(file).parts[-2:])}:{frame.f_lineno} {name}"

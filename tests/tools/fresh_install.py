@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--first", help="what to install first; by default torch and torchvision for CPUs, by README")
     first = parser.parse_args().first
     with tempfile.TemporaryDirectory() as name:
-        clone, home, folder = Path(name, "clone"), Path(name, "venv"), Path(name, "hour")
+        clone = Path(name, "clone")
+        home = Path(name, "venv")
+        folder = Path(name, "hour")
         copy_clone(clone)
         subprocess.run([sys.executable, "-m", "venv", home], check=True)
         outside = ("PYTHONPATH", "VIRTUAL_ENV", "PIP_CONSTRAINT", "LD_LIBRARY_PATH")

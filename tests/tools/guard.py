@@ -501,7 +501,8 @@ def own_calls(trainer: type) -> frozenset[str]:
 @cache
 def own_reads(name: str) -> frozenset[str]:
     """Returns the names that the package reads of a trainer and of its config."""
-    trainer, config = house.trainers()[name], house.exported("Config")[name]
+    trainer = house.trainers()[name]
+    config = house.exported("Config")[name]
     below = modules_below(trainer.__module__) | modules_below(config.__module__)
     return _read_of_self(trainer) | _read_of_self(config) | frozenset().union(*map(options_read_in, below))
 

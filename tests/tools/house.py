@@ -209,7 +209,8 @@ def glossary() -> tuple[list[str], set[str]]:
 
 def names_outside_the_glossary(modules: dict[str, ast.Module]) -> list[str]:
     """Returns names that the glossary excludes: of modules, functions, classes, parameters, attributes and locals."""
-    found, (_, words) = [], glossary()
+    found = []
+    (_, words) = glossary()
     for module, tree in modules.items():
         names = {module.rpartition(".")[2]}
         for node in ast.walk(tree):

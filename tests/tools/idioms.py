@@ -1,9 +1,10 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Finds what makes the package's code dense, and its long parts; `make lint` runs it, and fails if there are any.
+Finds what makes code dense, and the package's long parts; `make lint` runs it, and fails if there are any.
 
-One assignment binds one thing, and a comprehension has one loop. Long are functions over 100 lines, classes over 450
-and files over 700. Tables, which are assigned or returned as a display such as `{...}`, don't count.
+One assignment binds one thing, also in tests, examples and benchmarks; in the package a comprehension has one loop.
+Long are functions over 100 lines, classes over 450 and files over 700. Tables, which are assigned or returned as a
+display such as `{...}`, don't count.
 """
 
 import ast
@@ -12,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-PACKAGE = Path(__file__).parents[2] / "trl_multimodal_rft"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trl_multimodal_rft"
+OTHERS = [ROOT / name for name in ("tests", "examples", "benchmarks")]
 LIMITS = {"file": 700, "class": 450, "function": 100}
 DISPLAYS = ast.Tuple | ast.List | ast.Dict | ast.Set
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -34,14 +37,19 @@ def _binds_unrelated(node: ast.Assign) -> bool:
     return sorted(map(ast.unparse, targets[0].elts)) != sorted(values)
 
 
-def places(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yields each idiom with its line."""
+def assignments(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yields each assignment that binds several things, or hides in an expression, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _binds_unrelated(node):
             yield "a, b = x, y", node.lineno
         elif isinstance(node, ast.NamedExpr):
             yield ":=", node.lineno
-        elif isinstance(node, COMPREHENSIONS) and len(node.generators) > 1:
+
+
+def loops(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yields each dense loop with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS) and len(node.generators) > 1:
             yield "comprehension of two loops", node.lineno
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension) and isinstance(node.iter, ast.IfExp):
             yield "for x in a if c else b", node.iter.lineno
@@ -76,11 +84,14 @@ def long_parts(tree: ast.Module, n_lines: int) -> Iterator[tuple[str, int]]:
 
 def main() -> int:
     failures = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(each for folder in [PACKAGE, *OTHERS] for each in folder.rglob("*.py")):
         text = path.read_text()
         tree = ast.parse(text)
-        name = path.relative_to(PACKAGE.parent)
-        failures += [f"{name}:{line}: {idiom}" for idiom, line in places(tree)]
+        name = path.relative_to(ROOT)
+        failures += [f"{name}:{line}: {idiom}" for idiom, line in assignments(tree)]
+        if not path.is_relative_to(PACKAGE):
+            continue
+        failures += [f"{name}:{line}: {idiom}" for idiom, line in loops(tree)]
         failures += [f"{name}: {part}: {n} lines" for part, n in long_parts(tree, len(text.splitlines()))]
     if failures:
         print(*failures, "Bind one thing at a time, in plain loops, and split what is long.", sep="\n")

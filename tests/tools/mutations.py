@@ -40,7 +40,8 @@ import psutil
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # CPU seconds of a mutant, and seconds in which all of its processes wait: then it hangs, and is found
-LIMIT, IDLE = 1000, 120
+LIMIT = 1000
+IDLE = 120
 NEAREST = 6  # files with tests
 PRELOADED = "torchvision peft pytest soundfile av trl.trainer.grpo_trainer trl.trainer.sft_trainer"
 # Modules are imported already; files run in the order of the arguments
@@ -55,8 +56,10 @@ def entries() -> list[dict]:
 def mutated(entry: dict, package: Path) -> str:
     """Returns the text of the entry's file with its defect; raises where the anchor is missing or ambiguous."""
     lines = (package / entry["file"]).read_text().splitlines(keepends=True)
-    stripped, anchor = [line.strip() for line in lines], entry.get("after", entry["line"])
-    n, below = stripped.count(anchor), stripped[stripped.index(anchor) :] if anchor in stripped else []
+    stripped = [line.strip() for line in lines]
+    anchor = entry.get("after", entry["line"])
+    n = stripped.count(anchor)
+    below = stripped[stripped.index(anchor) :] if anchor in stripped else []
     if n != 1 or entry["line"] not in below:
         raise LookupError(f"{entry['file']} has {n} lines {anchor!r}, or none {entry['line']!r} from there on")
     index = len(lines) - len(below) + below.index(entry["line"])
@@ -66,25 +69,31 @@ def mutated(entry: dict, package: Path) -> str:
 
 def imports_of(tree: Path) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Returns what each module of the package imports, and each test file, also through `tests/helpers`."""
-    house.ROOT, house.PACKAGE = tree, tree / "trl_multimodal_rft"
+    house.ROOT = tree
+    house.PACKAGE = tree / "trl_multimodal_rft"
     helpers = {f"helpers.{path.stem}": path for path in (tree / "tests/helpers").glob("*.py")}
     known = {**house.modules(), **helpers}
-    modules, of_tests = {name: house.imports(path, known) for name, path in known.items()}, {}
+    modules = {name: house.imports(path, known) for name, path in known.items()}
+    of_tests = {}
     for path in sorted(tree.glob("tests/**/test_*.py"), key=lambda path: path.stat().st_size):
         if path.parent.name not in ("gpu", "vllm"):
             of_tests[str(path.relative_to(tree))] = names = house.imports(path, known)
-            while more := {each for name in names & helpers.keys() for each in modules[name]} - names:
-                names |= more
+            more = names
+        while more:
+            more = {each for name in names & helpers.keys() for each in modules[name]} - names
+            names |= more
     return modules, of_tests
 
 
 def runs(entry: dict, tree: Path, modules: dict[str, set[str]], of_tests: dict[str, set[str]]) -> list[list[str]]:
     """Returns the arguments of pytest for an entry's runs, the next of which starts if one finds nothing."""
-    options, path = entry.get("tests", []), Path(entry["file"])
+    options = entry.get("tests", [])
+    path = Path(entry["file"])
     files = {each: (tree / each.split("::")[0]).exists() for each in options if each.startswith("tests/")}
     named = [each for each in options if files.get(each, True)] if any(files.values()) else []
     near = {".".join(("trl_multimodal_rft", *path.with_suffix("").parts)).removesuffix(".__init__")}
-    seen, chosen = set(near), []
+    seen = set(near)
+    chosen = []
     while near and len(chosen) < NEAREST:
         ring = [each for each, names in of_tests.items() if names & near and each not in chosen]
         chosen += sorted(ring, key=lambda each: path.stem not in Path(each).stem)  # then the smallest
@@ -98,7 +107,8 @@ def runs(entry: dict, tree: Path, modules: dict[str, set[str]], of_tests: dict[s
 
 def start(copy: Path, chosen: list[str]) -> int:
     """Forks a child that runs pytest in a copy of the tree, and returns its process ID."""
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
     status = 3
     try:
@@ -117,9 +127,11 @@ def start(copy: Path, chosen: list[str]) -> int:
 
 def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
     """Runs the entries, prints a line for each, and returns these."""
-    lines, running = [], {}
+    lines = []
+    running = {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
-        (original := Path(temporary, "original")).mkdir()
+        original = Path(temporary, "original")
+        original.mkdir()
         is_folder = Path(tree).is_dir()
         listed = "git ls-files -co --exclude-standard | tar -cT - --ignore-failed-read"
         files = listed if is_folder else f"git archive {tree}"
@@ -129,18 +141,21 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
         waiting = [(each, mutated(each, house.PACKAGE), runs(each, original, *known)) for each in chosen]
         while waiting or running:
             if waiting and len(running) < jobs:
-                (entry, text, given), copy = waiting.pop(0), Path(temporary, str(len(waiting)))
+                (entry, text, given) = waiting.pop(0)
+                copy = Path(temporary, str(len(waiting)))
                 shutil.copytree(original, copy, ignore=shutil.ignore_patterns(f"{Path(entry['file']).stem}.*.pyc"))
                 Path(copy, "trl_multimodal_rft", entry["file"]).write_text(text)
                 running[start(copy, given[0])] = [entry, copy, 0, given[1:], 0]
             time.sleep(1)
             for pid, (entry, copy, idle, further, seconds) in [*running.items()]:
-                family = [*(process := psutil.Process(pid)).children(recursive=True), process]
+                process = psutil.Process(pid)
+                family = [*process.children(recursive=True), process]
                 ended, status, used = os.wait4(pid, os.WNOHANG)
                 if ended:
                     running.pop(pid)
                     seconds += used.ru_utime + used.ru_stime
-                    log, code = Path(f"{copy}.log").read_text(errors="replace"), os.waitstatus_to_exitcode(status)
+                    log = Path(f"{copy}.log").read_text(errors="replace")
+                    code = os.waitstatus_to_exitcode(status)
                     if not code and further:
                         running[start(copy, further[0])] = [entry, copy, 0, further[1:], seconds]
                         continue
@@ -168,7 +183,9 @@ def run(chosen: list[dict], tree: str, jobs: int) -> list[str]:
 
 def uncollected(chosen: list[dict], tree: Path) -> list[str]:
     """Returns what is wrong with the tests that entries name: pytest collects none of them."""
-    lines, known, codes = [], imports_of(tree), {}
+    lines = []
+    known = imports_of(tree)
+    codes = {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         for entry in chosen:
             arguments = runs(entry, tree, *known)[0]
@@ -207,7 +224,8 @@ def main() -> int:
         print("\n".join([*lines, f"{len(lines)} of {len(chosen)} defects have no tests"]))
         return int(bool(lines))
     lines = run(chosen, args.tree, args.jobs) if chosen else []
-    n, seconds = sum(": found" in line for line in lines), sum(os.times()[2:4])
+    n = sum(": found" in line for line in lines)
+    seconds = sum(os.times()[2:4])
     lines.append(f"{n} of {len(lines)} defects found in {args.tree}, {seconds:.0f} CPU seconds")
     print(lines[-1])
     if args.out:

@@ -79,7 +79,8 @@ def write_wheel(folder: Path) -> None:
 
 def environment(extra: str, folder: Path) -> dict[str, str]:
     """Returns the variables of a new environment with the wheel and the extra."""
-    home, (wheel,) = folder / "venv", folder.glob("*.whl")
+    home = folder / "venv"
+    (wheel,) = folder.glob("*.whl")
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     outside |= {"PATH": f"{home / 'bin'}:{outside['PATH']}", "LD_LIBRARY_PATH": str(home / "ffmpeg")}
     outside |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "WANDB_MODE": "offline"}
@@ -95,7 +96,8 @@ def check(extra: str, folder: Path) -> None:
     outside = environment(f"audio,{extra},image" if extra in ENVIRONMENTS else extra, folder)  # tests need media
     kind = extra if extra in MEDIA else "text"
     model = folder / ("qwen2_5_vl" if kind in ("image", "video") else "qwen2_audio")
-    trained, programs = folder / "trained", folder / "venv" / "bin"
+    trained = folder / "trained"
+    programs = folder / "venv" / "bin"
 
     def command(*words):
         subprocess.run([programs / "trl-multimodal-rft", *words], cwd=folder, env=outside, check=True)
@@ -104,7 +106,8 @@ def check(extra: str, folder: Path) -> None:
         subprocess.run([programs / "python", "-c", "import deepspeed"], env=outside, check=True)
         return
     if extra in ENVIRONMENTS:  # against the package's servers
-        python, (package, tests) = programs / "python", ENVIRONMENTS[extra]
+        python = programs / "python"
+        (package, tests) = ENVIRONMENTS[extra]
         more = ["-m", "pip", "install", "-q", "--constraint", ROOT / "constraints.txt", package, "pytest"]
         subprocess.run([python, *more], env=outside, check=True)
         subprocess.run(

@@ -121,7 +121,8 @@ def test_average_of_float16_is_saved_and_read_as_it_is(tmp_path):
     for parameter in parameters.values():
         parameter.data *= 1.1
     average.update()
-    average.save(tmp_path, accelerator := Accelerator(cpu=True), writes=True)
+    accelerator = Accelerator(cpu=True)
+    average.save(tmp_path, accelerator, writes=True)
     other = MovingAverage({name: nn.Parameter(torch.zeros_like(p)) for name, p in parameters.items()}, 0.7)
     other.load(tmp_path, accelerator)
     for name, value in average._average.items():

@@ -20,7 +20,8 @@ DEAF = "`eval_dataset`: no prompt has media, so that a model for image, video ge
 
 def answered(rows: Dataset) -> Dataset:
     """Rows with the answers that any trainer reads."""
-    n, answers = len(rows), {}
+    n = len(rows)
+    answers = {}
     for name in ("completion", "chosen", "rejected"):
         answers[name] = [[{"role": "assistant", "content": f"A {name} bird."}]] * n
     answers |= {"label": [i % 2 == 0 for i in range(n)], "solution": ["a bird"] * n}
@@ -93,7 +94,8 @@ def test_stream_is_looked_at_when_it_comes(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_dataset_that_is_passed_to_evaluate(kind, tmp_path, caplog):
-    trainer, deaf = made(kind, TRAIN.select(range(4)), tmp_path), TRAIN.remove_columns("image").select(range(4))
+    trainer = made(kind, TRAIN.select(range(4)), tmp_path)
+    deaf = TRAIN.remove_columns("image").select(range(4))
     trainer.evaluate()
     trainer.evaluate(TRAIN)
     assert not [message for message in caplog.messages if "gets text alone" in message]

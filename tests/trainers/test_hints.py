@@ -47,7 +47,8 @@ def test_constant_rewards():
         values = {f"rewards/{name}/{key}": value for name, pair in functions.items() for key, value in pair.items()}
         return {"step": step, "reward": 0.5, **values}
 
-    never, once = {"mean": 0.0, "std": 0.0}, {"mean": 1.0, "std": 0.0}
+    never = {"mean": 0.0, "std": 0.0}
+    once = {"mean": 1.0, "std": 0.0}
     history = [log(1, a=never, b=never), {"step": 2}, log(3, a=never, b={"mean": 0.1, "std": 0.3}), log(4, a=never)]
     assert constant_rewards(history) == {"a": (4, 0.0)}
     assert constant_rewards([log(1, a=never), log(2, a=once)]) == {}  # another one in each batch

@@ -149,7 +149,8 @@ def starts_from_base(kind, tmp_path, start, wrapped=False, ref_model=None, **opt
     """Returns a trainer of an adapter whose start PEFT takes out of the base model."""
     columns = {"dpo": {"chosen": "A.", "rejected": "B."}, "kto": {"completion": "A.", "label": True}}
     objects = {"reward_funcs": length_and_sum} if kind in SAMPLED else {}
-    rows, (model, processor) = image_rows(2).map(lambda _: columns.get(kind, {})), load("qwen2_5_vl")
+    rows = image_rows(2).map(lambda _: columns.get(kind, {}))
+    (model, processor) = load("qwen2_5_vl")
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=start)
     adapter = {"model": get_peft_model(model, lora)} if wrapped else {"model": model, "peft_config": lora}
     objects |= adapter | ({} if ref_model is None else {"ref_model": ref_model})
@@ -283,7 +284,8 @@ def test_unknown_keyword_arguments(kind, refused):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_that_cannot_be_meant(kind, refused, tmp_path, caplog, monkeypatch):
-    model, names = str(saved("qwen2_5_vl")), {"report_to": ["none", "tensorbord"]}
+    model = str(saved("qwen2_5_vl"))
+    names = {"report_to": ["none", "tensorbord"]}
     with pytest.raises(ValueError, match="`report_to` names 'tensorbord', which is no tracker. Did you mean `tensorb"):
         config(kind, **names)
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda module: None)
@@ -541,7 +543,8 @@ def test_row_beyond_the_positions_of_the_model(kind, tmp_path, rows, caplog):
     arguments = {"reward_funcs": length_and_sum}
     if kind == "sft":
         rows = rows.map(lambda row: {"completion": [{"role": "assistant", "content": "A cat."}]})
-        options, arguments = {"max_steps": 1, "per_device_train_batch_size": 4}, {}
+        options = {"max_steps": 1, "per_device_train_batch_size": 4}
+        arguments = {}
     args = config(kind, tmp_path, **options)
     trainer = TRAINERS[kind](model, args=args, train_dataset=rows, processing_class=processor, **arguments)
     trainer.train()

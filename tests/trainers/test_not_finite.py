@@ -151,7 +151,8 @@ class Scaled(Broken, InjectedGRPO):
         return super().create_optimizer(*args, **kwargs)
 
     def training_step(self, *args, **kwargs):
-        self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
+        self.accelerator.native_amp = True
+        self.accelerator.state._mixed_precision = "fp16"
         return super().training_step(*args, **kwargs)
 
     def train(self, *args, **kwargs):

@@ -33,7 +33,8 @@ def n_bytes(tensors) -> int:
 
 def live(trainer) -> dict[str, int]:
     """Bytes of memory by what they are for."""
-    optimizer, critic = trainer.optimizer.state.values(), getattr(trainer, "critic", None)
+    optimizer = trainer.optimizer.state.values()
+    critic = getattr(trainer, "critic", None)
     of_critic = [] if critic is None else [*critic.parameters()]
     ids = set(map(id, of_critic))
     parameters = [parameter for parameter in trainer.model.parameters() if id(parameter) not in ids]
@@ -96,7 +97,8 @@ def assert_same(plain, ours) -> None:
 def test_only_the_policy_takes_memory_while_it_samples(kind, options):
     plain, ours = both(kind, **options)
     assert_same(plain, ours)
-    trainer, (_, second, third) = plain.trainer, plain.trainer.sampler.live
+    trainer = plain.trainer
+    (_, second, third) = plain.trainer.sampler.live
     numbers = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
     policy = sum(p.nbytes for p in load(FAMILY)[0].parameters())
     critic = sum(p.nbytes for p in trainer.critic.parameters()) if kind == "ppo" else 0
@@ -249,7 +251,8 @@ def test_tensors_keep_their_identity_and_slabs_are_used_again():
     """Views, ties, a parameter's gradient and an optimizer see the same memory before and after."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(1000, generator=generator)
-    parameter, tied = torch.nn.Parameter(whole[:600].view(20, 30)), whole[300:]
+    parameter = torch.nn.Parameter(whole[:600].view(20, 30))
+    tied = whole[300:]
     other = torch.randn(7, 5, generator=generator).bfloat16().t()
     tensors = [parameter, tied, other, whole, torch.ones(()), torch.empty(0)]
     expected = [tensor.detach().clone() for tensor in tensors]
@@ -283,7 +286,8 @@ def test_what_is_elsewhere_stays(tmp_path):
     path = tmp_path / "weights"
     torch.arange(10.0).numpy().tofile(path)
     mapped = torch.from_file(str(path), size=10)
-    elsewhere, own = torch.empty(10, device="meta"), torch.arange(10.0)
+    elsewhere = torch.empty(10, device="meta")
+    own = torch.arange(10.0)
     with HostMemory(torch.device("cpu")).offloading(storages([mapped, elsewhere, own])):
         assert n_bytes([own]) == 0 and torch.equal(mapped, torch.arange(10.0)) and n_bytes([elsewhere]) == 40
     assert torch.equal(own, torch.arange(10.0))

@@ -67,7 +67,8 @@ ROUNDING = 1e-6  # of the weights, which shows in small updates
 
 def random_tokens(prompt_ids, step: int, kind: str, tokenizer) -> list[list[int]]:
     """Completions that depend on the random state of the run, or, if `"fixed"`, only on prompts and step."""
-    generator, completions = None, []
+    generator = None
+    completions = []
     if kind == "fixed":
         generator = torch.Generator().manual_seed(10_000 * step + sum(map(sum, prompt_ids)))
     for _ in prompt_ids:
@@ -185,7 +186,8 @@ def other_accumulation(draw: Draw, config) -> dict | None:
     averaged = {"entropy_coef", "ptx_coef"} & options.keys() or options.get("loss_type") == "bnpo"
     if is_random(draw) or averaged or "scope='micro_batch'" in options.get("entropy_source", ""):
         return None  # a mean over the tokens of a micro-batch
-    steps, size = config.gradient_accumulation_steps, config.per_device_train_batch_size
+    steps = config.gradient_accumulation_steps
+    size = config.per_device_train_batch_size
     new = 1 if steps > 1 else 2
     changes = {"gradient_accumulation_steps": new, "per_device_train_batch_size": size * steps // new}
     if draw.kind == "sft":
@@ -203,7 +205,8 @@ def as_trl(draw: Draw, config) -> dict | None:
     if draw.options.keys() & OWN - AS_TRL or draw.reward == "missing" or not config.packing_shuffle:
         return None
     if draw.kind == "grpo":
-        source, filtered = config.entropy_settings, config.top_entropy_quantile < 1
+        source = config.entropy_settings
+        filtered = config.top_entropy_quantile < 1
         if not config.loss.sequence_level or (filtered and source != EntropySource("current", "micro_batch")):
             return None
     return {"generation_kwargs": {"suppress_tokens": sorted(all_placeholder_ids(*load(draw.family)))}}

@@ -122,7 +122,8 @@ def test_one_generation_batch_is_scored_in_one_way(tmp_path):
     trainer = make_trainer(
         InjectedOurs, "qwen2_audio", audio_rows(), tmp_path, num_generations=2, self_check=False, **options
     )
-    packed, score = [], trainer._policy.score
+    packed = []
+    score = trainer._policy.score
     trainer._policy.score = lambda model, request: packed.append(request.packed) or score(model, request)
     trainer.train()
     # Four reference parts of a generation batch, its micro-batches, and the two of the second optimizer step
@@ -147,8 +148,11 @@ def test_what_stops_completions_does_not_cut_them(name, kwargs, tmp_path):
     options = {"generation_kwargs": kwargs, "max_completion_length": 6, "mask_truncated_completions": True}
     options |= {"max_steps": 1, **({"bootstrap_truncated": True} if name == "ppo" else {})}
     trainer = make_trainer(TRAINERS[name], "qwen2_5_vl", image_rows(), tmp_path, **options)
-    seen, reward, decode = [], trainer._reward, trainer._tokenizer.decode
-    texts, tokens = [*kwargs.get("stop_strings", [])], {2, *kwargs.get("eos_token_id", [])}
+    seen = []
+    reward = trainer._reward
+    decode = trainer._tokenizer.decode
+    texts = [*kwargs.get("stop_strings", [])]
+    tokens = {2, *kwargs.get("eos_token_id", [])}
     trainer._reward = lambda rollout: (seen.append(rollout), reward(rollout))[1]
     trainer.train()
     ended = []
@@ -247,7 +251,8 @@ def test_every_form_of_a_dataset_trains_alike(dataset, options, mixed_update):
 @pytest.mark.parametrize("options", [{}, REUSED, SPLIT], ids=["one update", "reused", "split"])
 def test_media_are_fetched_and_processed_once(options, prefetch, tmp_path):
     """Once per prompt, for all its completions, micro-batches and updates, also in worker processes."""
-    fetched, processed = tmp_path / "fetched", tmp_path / "processed"
+    fetched = tmp_path / "fetched"
+    processed = tmp_path / "processed"
 
     class Counting(Qwen2AudioProcessor):
         def __call__(self, *args, **kwargs):
@@ -374,7 +379,8 @@ def test_tokenizer_for_media_raises(tmp_path):
     evaluated = {"eval_dataset": {"text": text_rows(4), "seen": image_rows(4)}}
     with pytest.raises(MediaError, match=message.format("image")):
         make_trainer(InjectedOurs, "", text_rows(), tmp_path, objects={**objects, **evaluated})
-    rows, ignored = text_rows().add_column("image", [None] * 8), {"ignored_media_columns": ["image"]}
+    rows = text_rows().add_column("image", [None] * 8)
+    ignored = {"ignored_media_columns": ["image"]}
     theirs = run(InjectedTRL, "", text_rows(), objects=objects)
     ours = run(InjectedOurs, "", rows, objects={**objects, "model": load("qwen2_5_vl")[0]}, **ignored)
     assert norm(theirs.update) > 0.01
@@ -434,7 +440,8 @@ def test_families_train(name):
     objects = {"model": model, "processing_class": processor}
     options = {"per_device_train_batch_size": 4 * len(chats), **AS_SHIPPED}
     result = run(MultimodalGRPOTrainer, name, rows, objects=objects, **options)
-    check, trainer = result.trainer.checks.self_check, result.trainer
+    check = result.trainer.checks.self_check
+    trainer = result.trainer
     assert norm(result.update) > 0.001
     assert check.media.keys() == set(ALL_FAMILIES[name].modalities)
     assert min(check.media.values()) > 5e-3

@@ -49,13 +49,14 @@ _AFTER = Reason("rows are read after a transform here", _NO_ERROR)
 _ENFORCED = Reason("`max_length` is enforced here, with a warning", _NO_ERROR)
 _MASKS = Reason("masks become labels when a row is read here", _NO_ERROR)
 
-_DPO, _DPO_VLM = "test_dpo_trainer.py::TestDPOTrainer::", "test_dpo_trainer.py::TestDPOTrainerVLM::"
-_KTO, _KTO_VLM = "test_kto_trainer.py::TestKTOTrainer::", "test_kto_trainer.py::TestKTOTrainerVLM::"
-_SFT, _SFT_COLLATOR = (
-    "test_sft_trainer.py::TestSFTTrainer::",
-    "test_sft_trainer.py::TestDataCollatorForLanguageModeling::",
-)
-_GRPO, _RLOO = "test_grpo_trainer.py::TestGRPOTrainer::", "test_rloo_trainer.py::TestRLOOTrainer::"
+_DPO = "test_dpo_trainer.py::TestDPOTrainer::"
+_DPO_VLM = "test_dpo_trainer.py::TestDPOTrainerVLM::"
+_KTO = "test_kto_trainer.py::TestKTOTrainer::"
+_KTO_VLM = "test_kto_trainer.py::TestKTOTrainerVLM::"
+_SFT = "test_sft_trainer.py::TestSFTTrainer::"
+_SFT_COLLATOR = "test_sft_trainer.py::TestDataCollatorForLanguageModeling::"
+_GRPO = "test_grpo_trainer.py::TestGRPOTrainer::"
+_RLOO = "test_rloo_trainer.py::TestRLOOTrainer::"
 _DISTILLATION = "experimental/test_distillation_trainer.py::"
 _QWEN3_VL = "test_train_vlm[trl-internal-testing/tiny-Qwen3VLForConditionalGeneration]"
 

@@ -35,7 +35,8 @@ def run(
     select: str = "",
 ) -> dict[str, dict]:
     """Returns results of TRL's tests by name, such as `test_dpo_trainer.py::TestDPOTrainer::test_train`."""
-    cache, copy = work / "hub", work / "suite"
+    cache = work / "hub"
+    copy = work / "suite"
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
@@ -55,7 +56,8 @@ def run(
     for file in (file for trainer in trainers for file in FILES[trainer]):
         if not (copy / "tests" / file).exists():
             continue
-        output, log = work / "results.json", work / f"{Path(file).stem}.log"
+        output = work / "results.json"
+        log = work / f"{Path(file).stem}.log"
         output.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", f"tests/{file}", "-p", "trl_suite.plugin", "-m", "not slow"]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]

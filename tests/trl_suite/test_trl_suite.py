@@ -65,7 +65,8 @@ def test_the_claim_is_about_tests_that_touch_a_swapped_class():
 @pytest.mark.parametrize("text", ["import no_such_module", "def test_a():\n    raise KeyboardInterrupt"])
 def test_a_file_that_does_not_run_is_no_success(text, tmp_path):
     """Whether it can't be collected, or ends before its last test."""
-    checkout, work = tmp_path / "trl", tmp_path / "work"
+    checkout = tmp_path / "trl"
+    work = tmp_path / "work"
     for folder in (checkout / "tests", work / "hub"):
         folder.mkdir(parents=True)
     (work / "hub" / "complete").touch()  # no stand-ins needed

@@ -109,7 +109,8 @@ def clean_and_view(model, processor, rows, view, seed, step, names):
     """For each completion its tokens, and the log-probabilities of all tokens after the clean prompt and its view."""
     numbers = of_rows(rows, processor)
     for prompt, completion in names:
-        number, completion = numbers[prompt], torch.tensor(completion)
+        number = numbers[prompt]
+        completion = torch.tensor(completion)
         media = medium_of(rows[number]), seen_under(view, rows[number], number, seed, step)
         clean, other = (distributions(model, encoded(processor, rows[number], each), completion) for each in media)
         yield completion, clean, other
@@ -117,14 +118,16 @@ def clean_and_view(model, processor, rows, view, seed, step, names):
 
 def papo_loss(model, processor, rows, moment, args):
     """The objective of PAPO (equation 2), negated, of a micro-batch that is a whole batch."""
-    batch, names = moment.batch, keys(moment.batch)
+    batch = moment.batch
+    names = keys(moment.batch)
     n_tokens = sum(len(completion) for _, completion in names)
     total = 0
     scored = clean_and_view(model, processor, rows, args.loss_view_settings.view, args.seed, 0, names)
     for i, (completion, clean, view) in enumerate(scored):
         logps, masked = (each.gather(1, completion[:, None])[:, 0] for each in (clean, view))
         old = batch["old_per_token_logps"][i, : len(completion)]
-        ratio, advantage = (logps - old).exp(), batch["advantages"][i]
+        ratio = (logps - old).exp()
+        advantage = batch["advantages"][i]
         surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.epsilon, 1 + args.epsilon) * advantage)
         divergence = (masked - logps).exp() - (masked - logps) - 1
         settings = args.loss_view_settings
@@ -200,10 +203,12 @@ def test_papo_with_an_adapter():
     ours = dict(model.named_parameters())
     with torch.no_grad():
         for name in layers:
-            a, b = before[name], before[name.replace("lora_A", "lora_B")]
+            a = before[name]
+            b = before[name.replace("lora_A", "lora_B")]
             ours[name.removeprefix(prefix).replace(".lora_A.default", "")] += 2 * b @ a
     papo_loss(model, processor, image_rows(), trainer.micro_batches[0], trainer.args).backward()
-    expected, update = {}, {}
+    expected = {}
+    update = {}
     for name in layers:
         other = name.replace("lora_A", "lora_B")
         gradient = ours[name.removeprefix(prefix).replace(".lora_A.default", "")].grad
@@ -229,7 +234,8 @@ def test_papo_in_parts(packing):
 
 def vppo_by_hand(model, processor, rows, trainer, batch, names):
     """Shaping factors of trajectories and gradient masks of tokens, as in equations of VPPO, each by itself."""
-    args, numbers = trainer.args, of_rows(rows, processor)
+    args = trainer.args
+    numbers = of_rows(rows, processor)
     dependencies = []
     with torch.no_grad():
         scored = clean_and_view(model, processor, rows, args.loss_view_settings.view, args.seed, 0, names)
@@ -293,16 +299,19 @@ def test_vppo_with_its_entropy_penalty_changes_the_gradient_by_that_alone():
 
 def test_mapo():
     """Weights of tokens from the entropies of a reference that hears silence, and of the policy."""
-    rows, tau = audio_rows(), 0.05
+    rows = audio_rows()
+    tau = 0.05
     options = {"loss_view": f"blank(temperature={tau})", "beta": 0.02, "loss_type": "grpo", **ONE}
     result = run(Recorded, "qwen2_audio", rows, objects=moved("qwen2_audio"), **options)
     (moment,) = result.trainer.micro_batches
     policy, processor = moved("qwen2_audio").values()
     reference, _ = load("qwen2_audio")
-    chosen, numbers = by_key([moment], "tokens.weights"), of_rows(rows, processor)
+    chosen = by_key([moment], "tokens.weights")
+    numbers = of_rows(rows, processor)
     spread = []
     for name in keys(moment.batch):
-        row, completion = rows[numbers[name[0]]], torch.tensor(name[1])
+        row = rows[numbers[name[0]]]
+        completion = torch.tensor(name[1])
         with torch.no_grad():
             heard = distributions(policy, encoded(processor, row, medium_of(row)), completion)
             silent = distributions(reference, encoded(processor, row, np.zeros_like(medium_of(row))), completion)
@@ -366,7 +375,8 @@ def test_ppo_has_the_same_term():
     assert_close(moments[0].values, moments[1].values, rtol=1e-4, atol=1e-5)
     mask = moments[0].batch["completion_mask"]
     share = mask / mask.sum(1, keepdim=True) / len(mask)
-    logps, view = moments[1].logps, moments[1].view_logps
+    logps = moments[1].logps
+    view = moments[1].view_logps
     # With respect to the clean log-probabilities; those under the view are their own leaf, or, of texts, the same
     kl = -0.5 * (1 - (view - logps).exp()) - 0.3
     text = torch.where(moments[1].batch.view.replaces[:, None], kl, torch.tensor(-0.3 - 0.2))

@@ -2,6 +2,7 @@
 """Views in sampling: from which medium each completion is sampled, and on which it is scored and trained."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -128,9 +129,11 @@ def test_last_completions_are_sampled_from_the_view_and_scored_without(trainer_c
     if trainer_class is not PPO:
         options["num_iterations"] = 2  # whose old log-probabilities are scored before the first update
     trainer = trained(trainer_class, family, dataset, tmp_path, steps_per_generation=2, **options)
-    (prompts, sampled, _), (model, processor) = trainer.sampler.calls[0], load(family)
+    (prompts, sampled, _) = trainer.sampler.calls[0]
+    (model, processor) = load(family)
     (draw,) = {id(draw): draw for draw in trainer.draws[:1]}.values()
-    n_prompts, n_differ = len(sampled) // GROUP, 0
+    n_prompts = len(sampled) // GROUP
+    n_differ = 0
     truth = {}
     for number in range(n_prompts):
         group = range(GROUP * number, GROUP * (number + 1))
@@ -231,7 +234,8 @@ def test_place_in_the_group_alone_decides(n_ranks):
 
 def t_grpo(rewards, contrasted, ratio=0.8, alpha=0.3):
     """Bonuses of a group by the paper's rule: alpha for right answers where p >= mu * p~."""
-    p, p_of_view = sum(rewards) / len(rewards), sum(contrasted) / len(contrasted)
+    p = sum(rewards) / len(rewards)
+    p_of_view = sum(contrasted) / len(contrasted)
     return [alpha if p >= ratio * p_of_view and reward > 0.1 else 0.0 for reward in rewards]
 
 
@@ -256,14 +260,15 @@ def test_contrast_is_sampled_from_the_view(fraction, n, tmp_path):
     CALLS.clear()
     options = {"contrast_view": f"{TURNED}(fraction={fraction})", "reward": right}
     trainer = trained(GRPO, "qwen2_5_vl", video_rows(), tmp_path, **options)
-    processor, rows = trainer.processing_class, video_rows()
+    processor = trainer.processing_class
+    rows = video_rows()
     clean, view = ([decoded(trainer, inputs_of(processor, rows[i], turns)) for i in (0, 1)] for turns in (False, True))
     assert clean != view
     (_, own, rewards, groups), (prompts, others, contrasted, none) = CALLS
     assert own == GROUP * [clean[0]] + GROUP * [clean[1]] and groups == GROUP * [0] + GROUP * [1]
     assert others == n * [view[0]] + n * [view[1]] and none is None
     assert [prompt[0]["content"][-1]["text"] for prompt in prompts] == [
-        rows[i]["prompt"][0]["content"] for i in (0, 1) for _ in range(n)
+        rows[i]["prompt"][0]["content"] for i, _ in product((0, 1), range(n))
     ]
     assert logged(trainer, "contrast/accuracy") == [sum(contrasted) / len(contrasted)]
     assert logged(trainer, "contrast/accuracy_clean") == [sum(rewards) / len(rewards)]
@@ -316,7 +321,9 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
     trainer = trained(trainer_class, family, rows(), tmp_path, **options)
     outcomes = set()
     for step, draw in enumerate(trainer.draws):
-        (prompts, sampled, _), n, per_func = trainer.sampler.calls[step], len(draw.batch), draw.rewards
+        (prompts, sampled, _) = trainer.sampler.calls[step]
+        n = len(draw.batch)
+        per_func = draw.rewards
         has = [bool(row.get("image")) or rows is video_rows for row in draw.rows]
         places = [start + i for start in range(0, n, GROUP) if has[start] for i in (2, 3)]
         assert len(sampled) == n + len(places)
@@ -328,7 +335,8 @@ def test_bonus_is_that_of_the_paper(trainer_class, family, rows, view, tmp_path)
         outcomes |= {*zip(*groups, strict=True)}
         total = per_func @ torch.tensor([1.0, 0.5]) + bonus
         if trainer_class is not PPO:
-            groups, is_rloo = total.view(-1, GROUP), trainer_class is RLOO
+            groups = total.view(-1, GROUP)
+            is_rloo = trainer_class is RLOO
             scale = (GROUP - 1) / GROUP if is_rloo else groups.std(1, keepdim=True) + 1e-4
             assert_close(draw.batch.advantages, ((groups - groups.mean(1, keepdim=True)) / scale).flatten())
         assert logged(trainer, "reward")[step] == pytest.approx(total.mean().item())

@@ -188,7 +188,8 @@ OPTIONS |= {"student_view": "distillation", "rejected_view": "dpo"}
 @pytest.mark.parametrize("held", PICTURES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_views_that_change_no_medium_of_the_rows_are_refused(option, held, tmp_path):
-    kind, row = OPTIONS[option], {"prompt": [USER], "chosen": "A", "rejected": "B", **PICTURES[held]}
+    kind = OPTIONS[option]
+    row = {"prompt": [USER], "chosen": "A", "rejected": "B", **PICTURES[held]}
     options = {"reward": None} if kind in ("dpo", "distillation") else {}
     options[option] = "mask_audio(kl_coef=0.1)" if option == "loss_view" else "mask_audio"
     with pytest.raises(
@@ -208,7 +209,8 @@ def test_only_views_of_sounds_change_the_sound_of_videos(monkeypatch):
 
 def test_views_of_media_that_only_reading_tells(tmp_path, caplog):
     """Streams get a warning with their first batch. Blocks are read."""
-    rows, options = image_rows(), {"max_steps": 1, "rollout_view": "mask_audio"}
+    rows = image_rows()
+    options = {"max_steps": 1, "rollout_view": "mask_audio"}
     blocks = Dataset.from_list([{"prompt": [{**USER, "content": [{"type": "image", "path": "a.png"}]}]}] * 8)
     with pytest.raises(ValueError, match="`rollout_view` changes audio, but prompts hold image"):
         make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", blocks, tmp_path, **options)

@@ -76,7 +76,8 @@ def refused(message, source, most, rules=DEFAULT_RULES):
 @pytest.mark.parametrize("name", ["WAV", "FLAC", "MP3", "OGG", "AIFF"])
 def test_pieces_are_the_whole(name, rate):
     """As libsndfile reads them; FFmpeg has another decoder of MP3 and of Vorbis."""
-    data, rounding = sound_file(noise(2.5, rate), rate, name), {"MP3": 3e-6, "OGG": 1e-6}.get(name, 0)
+    data = sound_file(noise(2.5, rate), rate, name)
+    rounding = {"MP3": 3e-6, "OGG": 1e-6}.get(name, 0)
     with soundfile.SoundFile(io.BytesIO(data)) as sound:
         whole = sound.read(dtype="float32")
     for window, overlong in ((None, "raise"), (1.3, "truncate"), (9.0, "truncate")):
@@ -184,7 +185,8 @@ def test_videos_are_never_in_memory_at_their_full_size(decoder):
 
 
 def test_videos_have_most_pixels_and_a_highest_rate(decoder):
-    rules, data = MediaRules(max_video_pixels=8 * 96 * 64), video_file()
+    rules = MediaRules(max_video_pixels=8 * 96 * 64)
+    data = video_file()
     with pytest.raises(MediaError, match="12 frames of 96 x 64 are more than .* pixels; choose fewer by 'nframes'"):
         load_video(ref("video", data, rules))
     assert len(load_video(ref("video", data, rules, nframes=8))[0]) == 8
@@ -226,7 +228,8 @@ def gif_with(comments):
 @pytest.mark.parametrize("blocks", ["one", "many"])
 def test_comments_of_a_gif_are_not_joined_without_end(blocks):
     """Pillow copies all previous bytes with each block of 255."""
-    count, piece = 4_000_000 // 256, b"\xff" + b"a" * 255
+    count = 4_000_000 // 256
+    piece = b"\xff" + b"a" * 255
     comments = b"!\xfe" + piece * count + b"\0" if blocks == "one" else (b"!\xfe" + piece + b"\0") * count
     with pytest.raises(MediaError, match="its metadata takes more than 2,097,152 bytes; save it without metadata"):
         load_image(ref("image", gif_with(comments)))
@@ -332,7 +335,8 @@ def test_images_of_too_many_rows_are_refused_by_their_header(size):
 @pytest.mark.parametrize(("color", "depth", "channels"), [(0, 1, 1), (0, 16, 1), (2, 8, 3), (6, 8, 4)])
 def test_a_png_whose_pixels_end_early_is_named(color, depth, channels, interlaced):
     """Its stream is intact and holds fewer bytes."""
-    width, height = 37, 23
+    width = 37
+    height = 23
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     sizes = [
         (len(range(x, width, across)), len(range(y, height, down)))
@@ -390,7 +394,8 @@ def part_of_screen(box, color, back, local=False, mode="P", **options):
     frame = data.index(struct.pack("<BHHHH", 44, 0, 0, width, height), 13 + colors)
     screen = struct.pack("<HHBBB", 8, 6, 0 if local else data[10], back, 0)
     place = struct.pack("<BHHHHB", 44, left, top, width, height, data[10] if local else 0)
-    table, pixels = data[13 : 13 + colors], data[frame + 10 :]
+    table = data[13 : 13 + colors]
+    pixels = data[frame + 10 :]
     return data[:6] + screen + (b"" if local else table) + data[13 + colors : frame] + place + table * local + pixels
 
 
@@ -448,10 +453,8 @@ def test_headers_of_archives_that_lie_are_long_or_are_many(tmp_path):
 def test_methods_that_unpack_all_at_once_are_refused(method, tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w", method) as archive:
         archive.writestr("i.png", bytes(60_000_000))
-    message, rules = (
-        f"'i.png' is compressed by method {method}; compress it by",
-        MediaRules(max_media_bytes=10_000_000),
-    )
+    message = f"'i.png' is compressed by method {method}; compress it by"
+    rules = MediaRules(max_media_bytes=10_000_000)
     refused(message, f"zip://i.png::{tmp_path / 'a.zip'}", 10e6, rules)
 
 
@@ -550,7 +553,8 @@ def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
         return medium[0] if kind == "video" else medium
 
     data = WHOLE[name]()
-    whole, named = loaded(data), 0
+    whole = loaded(data)
+    named = 0
     for place in cuts(data):
         try:
             left = loaded(data[:place])
@@ -570,7 +574,8 @@ def test_what_is_left_of_a_file_is_all_of_it_or_named(name):
 @pytest.mark.parametrize("name", ["wav", "aiff", "ogg", "mp3", "m4a", "mkv", "gif"])
 def test_tags_around_a_file_are_no_part_of_it(name):
     """Only MP3 starts with a tag, but no format takes a tag for a part of the following data."""
-    kind, data = "video" if name in VIDEOS else "audio", WHOLE[name]()
+    kind = "video" if name in VIDEOS else "audio"
+    data = WHOLE[name]()
     tagged = b"ID3\x04\0\0\0\0\0\x05name:" + data if name == "mp3" else data + bytes(64)
     check_complete(ref(kind, tagged), io.BytesIO(tagged))
     load(ref(kind, tagged))
@@ -626,7 +631,8 @@ def test_sounds_that_may_be_half_in_silence_are_refused(name):
 
 def heard(data):
     """All samples of FFmpeg, averaged over channels, and their rate. As the program, it skips what isn't a frame."""
-    frames, floats = [], av.AudioResampler(format="fltp")
+    frames = []
+    floats = av.AudioResampler(format="fltp")
     with av.open(io.BytesIO(data)) as container:
         for packet in container.demux(audio=0):
             with contextlib.suppress(av.error.InvalidDataError):
@@ -692,7 +698,8 @@ def test_a_damaged_page_is_named(subtype, damage):
 
 def test_an_incomplete_page_beyond_4_gib(tmp_path):
     """Tags of the greatest length, in a file with holes, precede the page."""
-    longest_tag, n_tags = 2**28 - 1, 17
+    longest_tag = 2**28 - 1
+    n_tags = 17
     with open(tmp_path / "sound.ogg", "wb+") as file:
         for _ in range(n_tags):
             file.write(b"ID3\x04\0\0" + b"\x7f" * 4)

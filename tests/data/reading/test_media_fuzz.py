@@ -14,7 +14,8 @@ from helpers.processes import PATIENCE, python_command, python_environment
 def test_damaged_media_end_in_a_medium_or_a_named_error(tmp_path):
     # Runs in a separate process, because an audit hook is permanent and a decoder may crash
     script = TESTS / "helpers" / "media_fuzz.py"
-    command, options = python_command([script, tmp_path, "0", "6"]), {"capture_output": True}
+    command = python_command([script, tmp_path, "0", "6"])
+    options = {"capture_output": True}
     run = forked.run(command, env=python_environment(), timeout=PATIENCE, **options)
     last = tmp_path / "last.txt"
     assert run.returncode == 0, f"{last.exists() and last.read_text()}: {run.stderr[-3000:]}"

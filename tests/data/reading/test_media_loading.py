@@ -5,6 +5,7 @@ import base64
 import io
 import sys
 from dataclasses import replace
+from itertools import product
 
 import av
 import datasets
@@ -29,7 +30,11 @@ from trl_multimodal_rft.encoding.media import decode_media
 from trl_multimodal_rft.versions import is_torchcodec_usable
 
 
-RATE, FPS, FRAMES, WIDTH, HEIGHT = 16000, 10, 20, 96, 64
+RATE = 16000
+FPS = 10
+FRAMES = 20
+WIDTH = 96
+HEIGHT = 64
 RED = (200, 30, 40)
 
 needs_torchcodec = pytest.mark.skipif(
@@ -140,7 +145,8 @@ def test_what_is_transparent_is_white():
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
 
 
-GREY, CUBE = np.stack([PIXELS[..., 0]] * 3, -1), PIXELS[:3, :3]
+GREY = np.stack([PIXELS[..., 0]] * 3, -1)
+CUBE = PIXELS[:3, :3]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,8 @@ def test_audio_of_datasets(folder):
 @pytest.mark.parametrize(("name", "codec"), [("webm", "libopus"), ("mp4", "aac"), ("mp3", "libmp3lame")])
 def test_decoders_are_read_once(tmp_path, name, codec):
     """A second reading of a decoder would return other samples, such as shifted ones."""
-    path, loud = tmp_path / f"a.{name}", np.tile(SAMPLES, 8)[:, None].astype(np.float32)
+    path = tmp_path / f"a.{name}"
+    loud = np.tile(SAMPLES, 8)[:, None].astype(np.float32)
     path.write_bytes(sound_by_ffmpeg(loud, 48_000, name, codec))
     rows = datasets.Dataset.from_dict({"audio": [str(path)]}).cast_column("audio", datasets.Audio())
     first, second = (rows.with_transform(lambda batch: batch)[0]["audio"] for _ in range(2))
@@ -454,7 +461,7 @@ STARTS = [(0, 0), (0, 5), (0, -3), (2, 4)]
 
 @pytest.mark.parametrize(
     ("start", "hidden", "codec", "container"),
-    by_turns([(*s, c) for c in ("H.264", "H.264, open groups", "HEVC") for s in STARTS], ["mp4", "matroska"]),
+    by_turns([(*s, c) for c, s in product(("H.264", "H.264, open groups", "HEVC"), STARTS)], ["mp4", "matroska"]),
 )
 def test_clips_cut_without_encoding_show_what_ffmpeg_shows(start, hidden, codec, container, decoder):
     if clips.CODECS[codec][0] not in av.codecs_available:
@@ -500,8 +507,10 @@ def test_frames_are_shown_as_their_matrix_says(matrix, decoder):
     data = clips.encoded("H.264")
     stored = clips.shown(data)[[0, 20, 40]]
     y, x = np.mgrid[: clips.HEIGHT, : clips.WIDTH]
-    across, down = a * x + c * y, b * x + d * y
-    across, down = across - across.min(), down - down.min()
+    across = a * x + c * y
+    down = b * x + d * y
+    across = across - across.min()
+    down = down - down.min()
     expected = np.zeros((3, down.max() + 1, across.max() + 1, 3), np.uint8)
     expected[:, down, across] = stored
     np.testing.assert_array_equal(load_video(ref("video", clips.placed(data, matrix), nframes=3))[0], expected)
@@ -523,11 +532,12 @@ def videos(sizes, name, default=None):
     return buffer.getvalue()
 
 
-SMALL, LARGE = (32, 32), (96, 64)
+SMALL = (32, 32)
+LARGE = (96, 64)
 
 
 SEVERAL = [((SMALL, LARGE), 1), ((LARGE, SMALL), 0), ((SMALL, LARGE, LARGE), 1), ((SMALL, (64, 96), SMALL), 1)]
-SEVERAL = [(name, *each, None) for name in ("matroska", "mpegts", "avi") for each in SEVERAL]
+SEVERAL = [(name, *each, None) for name, each in product(("matroska", "mpegts", "avi"), SEVERAL)]
 
 
 @pytest.mark.parametrize(("name", "sizes", "chosen", "default"), [*SEVERAL, ("matroska", (LARGE, SMALL), 1, 1)])
@@ -611,7 +621,8 @@ QWEN = {"qwen2_5_vl": (lambda: families.qwen2_5_vl()[1], 14), "qwen3_vl": (famil
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
-    processor, patch = QWEN[name][0](), QWEN[name][1]
+    processor = QWEN[name][0]()
+    patch = QWEN[name][1]
     picture = ref("image", chats.mosaic(1, 120, 200, 0)[0], min_pixels=3136, max_pixels=20000)
     clip = ref("video", folder / "v.mp4", nframes=6, video_start=0.5, video_end=1.5, max_pixels=60000, min_pixels=3136)
     image = load_by_qwen(picture, patch)
@@ -632,7 +643,8 @@ def test_qwen_processors_neither_resize_nor_sample_again(folder, decoder, name):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_qwen_processors_take_frames_with_their_rate(name):
-    processor, patch = QWEN[name][0](), QWEN[name][1]
+    processor = QWEN[name][0]()
+    patch = QWEN[name][1]
     pictures = [Image.fromarray(frame(i)) for i in range(5)]
     frames, metadata = load_by_qwen(ref("video", pictures, sample_fps=0.5), patch)
     assert frames.shape[0] == 5

@@ -143,7 +143,10 @@ def by_evaluation_of_a_trainer(folder, tmp_path, serve, **ours):
 
 
 def by_evaluation(folder, tmp_path, serve, **ours):
-    reward, config = lambda completions, **_: [0.0] * len(completions), EvaluationConfig(max_completion_length=2)
+    def reward(completions, **_):
+        return [0.0] * len(completions)
+
+    config = EvaluationConfig(max_completion_length=2)
     evaluate(*load(FAMILY), one_outside(folder), reward, config, media_rules=MediaRules(**ours))
 
 
@@ -229,7 +232,8 @@ def test_relative_paths_in_every_form(folder, monkeypatch):
 
 def test_changed_files_in_the_folder_are_another_dataset(folder, tmp_path):
     (tmp_path / "i.png").write_bytes(b"one")
-    before, absolute = fingerprint(rows("i.png"), str(tmp_path)), fingerprint(rows(tmp_path / "i.png"))
+    before = fingerprint(rows("i.png"), str(tmp_path))
+    absolute = fingerprint(rows(tmp_path / "i.png"))
     assert before == absolute != fingerprint(rows("i.png"))
     (tmp_path / "i.png").write_bytes(b"three")
     assert differences(before, fingerprint(rows("i.png"), str(tmp_path)))

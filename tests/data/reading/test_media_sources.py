@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+from itertools import product
 from urllib.parse import urlsplit
 
 import datasets
@@ -55,7 +56,8 @@ class Site(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Answers)
-        self.asked, self.answers = [], {}
+        self.asked = []
+        self.answers = {}
 
     def url(self, path):
         return f"http://127.0.0.1:{self.server_port}{path}"
@@ -221,13 +223,14 @@ CHANGES = {
 }
 
 
-CHANGED = [(kind, change) for kind in ("image", "audio", "video", "feature") for change in CHANGES]
+CHANGED = [(kind, change) for kind, change in product(("image", "audio", "video", "feature"), CHANGES)]
 
 
 @pytest.mark.parametrize(("kind", "change"), [each for each in CHANGED if each != ("feature", "a pipe")])
 def test_a_file_that_changes_after_its_check_is_refused(kind, change, tmp_path, monkeypatch):
     """It changes as it is opened, by a hook of the interpreter; a feature must not open it again."""
-    path, other = tmp_path / "media" / "in" / "medium", tmp_path / "else" / "medium"
+    path = tmp_path / "media" / "in" / "medium"
+    other = tmp_path / "else" / "medium"
     for file, color in ((path, RED), (other, (1, 2, 3))):
         file.parent.mkdir(parents=True)
         file.write_bytes({"audio": wav, "video": mp4}.get(kind, lambda color=color: png(color))())
@@ -490,7 +493,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 @pytest.mark.parametrize(("start", "drop"), [*((start, b"0") for start in DRIPS), (CONTINUE, CONTINUE)])
 def test_a_drip_ends_wherever_it_is(start, drop):
     """Its thread ends, too, while the server goes on."""
-    started, threads = time.monotonic(), threading.active_count() + 1
+    started = time.monotonic()
+    threads = threading.active_count() + 1
     with dripping(start, drop) as url:
         with pytest.raises(MediaError, match="`media_timeout`"):
             load_image(ref("image", url, media_timeout=0.5))
@@ -504,7 +508,8 @@ def test_no_password_goes_to_a_server_that_a_row_names(site, entry, tmp_path, mo
     (tmp_path / "netrc").write_text(f"{entry} login bob password hunter2\n")
     (tmp_path / "netrc").chmod(0o600)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    whole, sent = answer(body=png()), []
+    whole = answer(body=png())
+    sent = []
     site.answers["/i.png"] = lambda handler: (sent.append(handler.headers["Authorization"]), whole(handler))
     site.answers["/away"] = answer(302, Location=site.url("/i.png").replace("127.0.0.1", "localhost"))
     for path in ("/i.png", "/away"):

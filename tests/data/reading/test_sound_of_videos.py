@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """The sound of a video with its frames, compared with the processor and the model called by hand."""
 
+from itertools import product
+
 import av
 import numpy as np
 import pytest
@@ -41,7 +43,8 @@ def write_clip(path, seconds=1.0, sound=True, seed=0, size=64):
             samples = (32767 * audio(seconds, seed)["audio"]).astype(np.int16)
             for i in range(0, len(samples), 1024):
                 piece = av.AudioFrame.from_ndarray(samples[None, i : i + 1024], format="s16", layout="mono")
-                piece.sample_rate, piece.pts = RATE, i
+                piece.sample_rate = RATE
+                piece.pts = i
                 container.mux(track.encode(piece))
             container.mux(track.encode())
     return str(path)
@@ -95,7 +98,8 @@ def prompts(name, clips):
     clips = clips[name]
     model, processor, one = encoded(name, block(clips["heard"]))
     token = {kind: getattr(processor, f"{kind}_token") for kind in ("image", "audio", "video")}
-    frames, other = frames_of(clips["heard"], EVERY_SECOND), frames_of(clips["other"], EVERY_SECOND)
+    frames = frames_of(clips["heard"], EVERY_SECOND)
+    other = frames_of(clips["other"], EVERY_SECOND)
     sounds = [load_audio(ref(clips[each], "audio"), RATE) for each in ("heard", "other")]
     own = audio(0.6, seed=9)["audio"]
     picture = image(64, 64, seed=4)["image"]
@@ -153,7 +157,7 @@ def test_scores_are_those_of_the_model(name, packed, clips):
         add_fused_head(model, outputs=("log_probs", "entropy"))
         if packed:
             install_prefix_attention(model)
-        prompts_of_rows = [ours for ours, _ in pairs for _ in range(2)]
+        prompts_of_rows = [ours for (ours, _), _ in product(pairs, range(2))]
         options = {"packed": packed, "isolate": family_of(model).isolate}
         ones = torch.ones(4, 5, dtype=torch.long)
         logps = completion_scores(model, model, ScoreRequest(prompts_of_rows, ids.repeat(2, 1), ones, **options)).logps

@@ -36,11 +36,13 @@ def video(times, container="matroska", rate=10, start=0.0, **options) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream("libx264", rate=rate, width=64, height=64)
-        stream.pix_fmt, stream.options = "yuv444p", {"crf": "0", **options}
+        stream.pix_fmt = "yuv444p"
+        stream.options = {"crf": "0", **options}
         stream.codec_context.time_base = Fraction(1, 1000)
         for i, time in enumerate(times):
             frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 4 * i, np.uint8))
-            frame.pts, frame.time_base = round((start + time) * 1000), Fraction(1, 1000)
+            frame.pts = round((start + time) * 1000)
+            frame.time_base = Fraction(1, 1000)
             output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return file.getvalue()
@@ -77,7 +79,10 @@ def test_times_are_those_of_ffmpeg(name, container, options, decoder):  # noqa: 
         span = {"video_start": start, "video_end": end}
         frames, metadata = load_video(ref("video", data, **span))
         assert shown(frames) == inside and told(metadata) == pytest.approx([times[i] for i in inside], abs=2e-3)
-        few, of_few = load_video(ref("video", data, nframes=3, **span)) if len(inside) > 2 else (frames, metadata)
+        few = frames
+        of_few = metadata
+        if len(inside) > 2:
+            few, of_few = load_video(ref("video", data, nframes=3, **span))
         assert {*shown(few)} <= {*inside} and told(of_few) == pytest.approx([times[i] for i in shown(few)], abs=2e-3)
         # As many frames a second as of the span's seconds
         seconds = min(end, times[-1]) - start
@@ -145,7 +150,8 @@ def test_files_train_with_their_times(family, tmp_path):
 
 # Few frames
 
-ONE, TEN = video([0.0], "mp4"), video(EVEN[:10], "mp4")
+ONE = video([0.0], "mp4")
+TEN = video(EVEN[:10], "mp4")
 FEW = {
     "file": (ONE, {}, "the video has 1 frame, and {} needs 2; give an image"),
     "span": (

@@ -40,7 +40,8 @@ def counted(dataset: Dataset) -> dict[str, int]:
     return {kind: max(each.count(kind) for each in kinds) for kind in MODALITIES}
 
 
-image_block, hole = {"type": "image", "image": PICTURE}, {"type": "image"}
+image_block = {"type": "image", "image": PICTURE}
+hole = {"type": "image"}
 
 CASES = {
     "text": ([{"prompt": "a"}, {"prompt": "b"}], TEXT, {}),

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections import Counter
+from itertools import product
 from statistics import fmean
 
 import pytest
@@ -61,7 +62,8 @@ def test_ends_of_the_range_are_outside(dtype):
     """Also where the mean of rounded rewards is not the bound that was written."""
     for size, n_right in ((10, 1), (10, 9), (3, 1), (7, 4)):
         rewards = torch.tensor([1.0] * n_right + [0.0] * (size - n_right), dtype=dtype)
-        group_ids, mean = torch.zeros(size, dtype=torch.long), n_right / size
+        group_ids = torch.zeros(size, dtype=torch.long)
+        mean = n_right / size
         assert out_of_range(rewards, group_ids, [mean, 1.0]).tolist() == [-1] * size
         assert out_of_range(rewards, group_ids, [0.0, mean]).tolist() == [1] * size
         assert out_of_range(rewards, group_ids, [mean - 1e-9, mean + 1e-9]).tolist() == [0] * size
@@ -84,13 +86,17 @@ def test_batches_are_filled_with_groups_in_the_range(named, trainer_class):
     result = run(trainer_class, FAMILY, rows(), reward=[longer, right], shuffle_dataset=False, **options)
     draws = result.trainer.draws
     wanted = {
-        frozenset(keys(draw.batch)[i : i + 4]) for draw in draws for i in (0, 4) if RIGHT[draw.rows[i]["index"]] == 2
+        frozenset(keys(draw.batch)[i : i + 4])
+        for draw, i in product(draws, (0, 4))
+        if RIGHT[draw.rows[i]["index"]] == 2
     }
     used = [keys(moment.batch) for moment in result.trainer.micro_batches]
     assert len(used) == 6 and all(frozenset(each) in wanted for each in used)
     for step in range(3):
         drawn = Counter(RIGHT[draw.rows[i]["index"]] for draw in draws if draw.step == step for i in (0, 4))
-        below, above, n = drawn[0] + drawn[1], drawn[3] + drawn[4], drawn.total()
+        below = drawn[0] + drawn[1]
+        above = drawn[3] + drawn[4]
+        n = drawn.total()
         assert logged(result, "sampling/dropped_below")[step] == pytest.approx(below / n)
         assert logged(result, "sampling/dropped_above")[step] == pytest.approx(above / n)
         assert logged(result, "sampling/dropped_equal")[step] == 0
@@ -136,7 +142,8 @@ def test_pass_rates_follow_what_is_measured():
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_rows_depend_on_what_was_measured_before_they_are_drawn(ahead):
     def draws(place_of_measurement):
-        sampler, found = DifficultySampler(40, 4, n_prefetched=ahead), []
+        sampler = DifficultySampler(40, 4, n_prefetched=ahead)
+        found = []
         for place in range(8):
             found.append(sampler.rows(place))
             if place == place_of_measurement:
@@ -152,7 +159,8 @@ def test_rows_depend_on_what_was_measured_before_they_are_drawn(ahead):
 
 
 def test_state_continues_the_draws():
-    straight, found = DifficultySampler(8, 3, seed=1, n_prefetched=2), []
+    straight = DifficultySampler(8, 3, seed=1, n_prefetched=2)
+    found = []
     for place in range(9):
         found.append(straight.rows(place))
         straight.update_pass_rates(torch.tensor(found[-1]), torch.tensor([0.0, 1.0, 0.0]))
@@ -185,7 +193,8 @@ def test_rows_that_are_left_out_are_not_drawn():
 @pytest.mark.parametrize("rate", [1.5, -0.1, "0.5"])
 def test_column_must_hold_shares(rate):
     dataset = Dataset.from_dict({"pass_rate": [rate, rate]})
-    range_of, kind = "must be between 0 and 1, got", "column 'pass_rate': is '0.5' of type str"
+    range_of = "must be between 0 and 1, got"
+    kind = "column 'pass_rate': is '0.5' of type str"
     with pytest.raises(ValueError, match=f"row 0.*({range_of} {rate!r}|{kind})"):
         difficulty_sampler(dataset, 1, 0, 0)
 

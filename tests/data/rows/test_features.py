@@ -118,7 +118,8 @@ def test_rewards_get_what_the_feature_gives(kind, form, folders):
 @pytest.mark.parametrize(("kind", "form"), [("image", "table"), ("audio", "stream"), ("video", "table")])
 def test_nothing_is_decoded_that_nobody_looks_at(kind, form, folders, monkeypatch):
     feature = {"image": Image, "audio": Audio, "video": Video}[kind]
-    decode, decoded = feature.decode_example, []
+    decode = feature.decode_example
+    decoded = []
 
     def counted(self, value, **options):
         decoded.append(value)
@@ -160,7 +161,8 @@ def with_corrupt(root, kind: str, form: str, tmp_path):
     rows = list(undecoded(parquet).__getitems__(list(range(N))))
     rows = [{**row, kind: {**row[kind].value}} for row in rows]
     rows[1][kind]["bytes"] = b"broken"
-    path, options = str(tmp_path / "rows.parquet"), {"split": "train", "cache_dir": str(tmp_path)}
+    path = str(tmp_path / "rows.parquet")
+    options = {"split": "train", "cache_dir": str(tmp_path)}
     Dataset.from_list(rows, features=parquet.features).to_parquet(path)
     return load_dataset("parquet", data_files=path, streaming=form == "stream", **options)
 
@@ -349,7 +351,8 @@ def test_several_media_in_a_column_of_one():
 def test_decoded_media_behave_as_what_they_are(folders):
     dataset = loaded(folders, "image")
     (row,) = restore_rows(DatasetRows(dataset).__getitems__([0]))
-    lazy, expected = row["image"], dataset[0]["image"]
+    lazy = row["image"]
+    expected = dataset[0]["image"]
     assert type(lazy) is Decoded and isinstance(lazy, PIL.Image.Image) and lazy == expected == lazy
     assert lazy.convert("L") == expected.convert("L") and np.asarray(lazy).shape == (56, 84, 3)
     assert copy.deepcopy(lazy) is lazy and pickle.loads(pickle.dumps(lazy)) == expected

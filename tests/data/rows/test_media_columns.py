@@ -176,7 +176,9 @@ def test_one_batch_has_one_form(other):
 
 def test_kinds_mix_in_one_batch():
     rows = [{"prompt": user("?"), **dict.fromkeys(MEDIA_COLUMNS)} for _ in range(4)]
-    rows[0]["image"], rows[1]["audios"], rows[2]["video"] = "i.png", ["a.wav", "b.wav"], ["0.png", "1.png"]
+    rows[0]["image"] = "i.png"
+    rows[1]["audios"] = ["a.wav", "b.wav"]
+    rows[2]["video"] = ["0.png", "1.png"]
     out = rows_to_messages(rows)
     assert [sources(row) for row in out] == [["i.png"], ["a.wav", "b.wav"], [["0.png", "1.png"]], []]
     assert [{ref.row for ref in iter_refs(row)} for row in out] == [{0}, {1}, {2}, set()]
@@ -291,7 +293,8 @@ def test_misplaced_media_are_named(row, message):
 )
 @pytest.mark.parametrize("inline", [True, False])
 def test_options_that_nobody_reads_or_that_make_no_sense_are_named(kind, options, message, inline):
-    block, column = {"type": kind, **options}, {kind: "a file"}
+    block = {"type": kind, **options}
+    column = {kind: "a file"}
     row = {"prompt": user(block | column if inline else block), **({} if inline else column)}
     with pytest.raises(MediaError) as error:
         rows_to_messages([{"prompt": user("?")}, row])

@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,8 @@ def test_reward_functions_get_the_media_that_the_model_got(tmp_path):
     trainer = make_trainer(
         Recorded, "qwen2_audio", noisy_rows(), tmp_path, reward=reward, max_steps=4, steps_per_generation=1
     )
-    encoded, generate = [], trainer._generate_and_score_completions
+    encoded = []
+    generate = trainer._generate_and_score_completions
 
     def recorded(rows):
         encoded.extend(rows)
@@ -157,7 +159,8 @@ class Casts(TorchDispatchMode):
 
     def __init__(self, width: int):
         super().__init__()
-        self.width, self.counts = width, Counter()
+        self.width = width
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
@@ -269,7 +272,8 @@ def test_ranks_read_their_own_shards_of_a_stream():
             yield from ({"x": 10 * shard + i} for i in range(6))
 
     dataset = IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2]})
-    shape, seen = BatchShape(4, 2, 3, n_ranks=2), []
+    shape = BatchShape(4, 2, 3, n_ranks=2)
+    seen = []
     for rank in range(2):
         batches = [batch.keys for batch in StreamBatches(dataset, replace(shape, rank=rank), None)]
         assert all(batches[i] is batches[i - i % 3] for i in range(len(batches)))
@@ -277,7 +281,7 @@ def test_ranks_read_their_own_shards_of_a_stream():
         assert all(keys[0] is keys[1] and keys[2] is keys[3] for keys in batches)
         assert [row.row_index for row in found] == list(range(rank, 2 * len(found), 2))
         seen += [row["x"] for row in found]
-    assert sorted(seen) == [10 * shard + i for shard in range(3) for i in range(6)]
+    assert sorted(seen) == [10 * shard + i for shard, i in product(range(3), range(6))]
     straddling = BatchShape(3, 2, n_ranks=2)
     keys = [StreamBatches(dataset, replace(straddling, rank=rank), None) for rank in range(2)]
     assert [[row["x"] for row in next(iter(each)).keys] for each in keys] == [[0, 0, 1], [1, 2, 2]]
@@ -387,7 +391,8 @@ def test_a_pool_that_is_closed_leaves_nothing_for_the_end_of_the_interpreter(tmp
         ahead.prefetch([row])
         while not (tmp_path / str(row)).exists():
             time.sleep(0.01)
-        thread, workers = ahead._pool._executor_manager_thread, ahead._workers
+        thread = ahead._pool._executor_manager_thread
+        workers = ahead._workers
         ahead.close()
         assert not thread.is_alive() and not any(worker.is_alive() for worker in workers)
 
@@ -407,7 +412,8 @@ def test_workers_collect_nothing_of_their_parent():
         gc.collect()
         return os.getpid(), list(destroyed), gc.isenabled()
 
-    destroyed, ahead = [], PrefetchPool(read)
+    destroyed = []
+    ahead = PrefetchPool(read)
     gc.collect()
     gc.freeze()  # as an application may have done
     n_frozen = gc.get_freeze_count()
@@ -447,7 +453,7 @@ def test_batches_are_read_when_they_are_accessed(tmp_path):
     read.clear()  # the constructor inspects the columns
     first, second, *_ = list(loader)
     assert first is second and len(first) == 16 and "labels" not in first and read == []
-    assert [each.row_index for each in first] == [i for i in range(4) for _ in range(4)] and read == [0, 1, 2, 3]
+    assert [each.row_index for each in first] == [i for i, _ in product(range(4), range(4))] and read == [0, 1, 2, 3]
     assert first[0] is first[3] and first[3] is not first[4]
 
 
@@ -648,7 +654,8 @@ def evaluated(trainer, rows) -> dict[str, float]:
 
 
 def test_evaluation_of_a_trainer_is_that_of_the_rows_that_can_be_read(tmp_path):
-    rows, good = damaged_rows(BAD), [row for row in range(12) if row not in BAD]
+    rows = damaged_rows(BAD)
+    good = [row for row in range(12) if row not in BAD]
     seen = []
 
     def reward(completion_ids, index, **kwargs):

@@ -166,7 +166,8 @@ def test_supervised_rows_are_looked_at(folder, tmp_path):
 def test_text_that_looks_like_a_file(column, value, remedy):
     """It is an error for a model that supports such media, and a warning for another."""
     kind = remedy.split("'")[1].rstrip("s")
-    data, name = rows(**{column: value}), "`train_dataset`"
+    data = rows(**{column: value})
+    name = "`train_dataset`"
     with pytest.raises(MediaError) as error:
         check_columns(data, name, model_modalities=[kind])
     message = str(error.value)
@@ -276,7 +277,8 @@ NOTHING = {
 @pytest.mark.parametrize("kind", ["grpo", "sft", "dpo", "reward", "distillation"])
 def test_a_column_without_any_medium_raises(form, kind, tmp_path):
     dataset = NOTHING[form]()
-    column, options = dataset.column_names[-1], {"family": "qwen2_5_vl", "trainer_class": TRAINERS[kind]}
+    column = dataset.column_names[-1]
+    options = {"family": "qwen2_5_vl", "trainer_class": TRAINERS[kind]}
     options |= {} if kind == "grpo" else {"reward": None}
     with pytest.raises(MediaError, match=f"no row has anything in '{column}', so that the model would get text alone"):
         made(tmp_path, dataset, **options)
@@ -434,7 +436,9 @@ def decoded(medium):
 
 
 def test_blocks_of_others_are_the_same(folder):
-    tone, picture, frames = folder / "tone.wav", folder / "picture.png", list(video(4, 56, 56)["video"])
+    tone = folder / "tone.wav"
+    picture = folder / "picture.png"
+    frames = list(video(4, 56, 56)["video"])
     uri = f"data:image/png;base64,{in_base64(picture)}"
     same = {
         ("audio", tone): [

@@ -45,7 +45,8 @@ def omni(tmp_path_factory):
     from helpers.omni import OMNI, save_released
     from helpers.trainer_utils import saved
 
-    save_released(OMNI, saved(OMNI), folder := tmp_path_factory.mktemp("omni") / "model")
+    folder = tmp_path_factory.mktemp("omni") / "model"
+    save_released(OMNI, saved(OMNI), folder)
     return folder
 
 
@@ -62,7 +63,9 @@ class SharedEngine:
     """Starts engines for trainers. One with the arguments of the last one is that one, without what it remembers."""
 
     def __init__(self, start):
-        self.start, self.arguments, self.engine = start, None, None
+        self.start = start
+        self.arguments = None
+        self.engine = None
 
     def __call__(self, **arguments):
         alike = self.engine is not None and arguments == self.arguments

@@ -39,7 +39,8 @@ class Sent:
     """Counts the bytes of requests and answers."""
 
     def __init__(self):
-        self.n_bytes, self._send = 0, HTTPAdapter.send
+        self.n_bytes = 0
+        self._send = HTTPAdapter.send
 
     def __enter__(self):
         def send(adapter, request, **options):
@@ -68,7 +69,8 @@ def counted(engine, name: str, counts: dict[str, list[int]]) -> None:
 
 
 def run(output: Path, model: Path, options: dict) -> dict:
-    n_evaluated, rows = options.pop("n_evaluated", 0), omni_rows().select([0, 1, 2, 3] * 2)
+    n_evaluated = options.pop("n_evaluated", 0)
+    rows = omni_rows().select([0, 1, 2, 3] * 2)
     options = {
         "per_device_train_batch_size": 6,
         "max_steps": 2,
@@ -81,7 +83,9 @@ def run(output: Path, model: Path, options: dict) -> dict:
     }
     try:
         trainer = make(MultimodalGRPOTrainer, None, rows, output / "run", load_omni(model), **options)
-        engine, counts, sampled = trainer.vllm_generation, {}, []
+        engine = trainer.vllm_generation
+        counts = {}
+        sampled = []
         sample = trainer.sampler
 
         class Kept(type(sample)):

@@ -27,7 +27,8 @@ FLAGS = [
 @contextmanager
 def serve(model: Path, folder: Path, *flags: str, **environment: str) -> Iterator[str]:
     """Yields the address of a server that runs within the context. It takes a minute to start."""
-    port, log = free_port(), folder / "server.txt"
+    port = free_port()
+    log = folder / "server.txt"
     # `vllm serve` looks for a distribution of that name
     command = [sys.executable, str(SHIM), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--port", str(port)]

@@ -35,7 +35,8 @@ class Talking:
     media: list  # results of the tool, by number
 
     def __init__(self, *args, **kwargs):
-        self.differences, self.conversations = [], []
+        self.differences = []
+        self.conversations = []
         super().__init__(*args, **kwargs)
 
     def _let_call(self, index: int, number: int, message: dict) -> None:
@@ -65,7 +66,8 @@ class Talking:
         logps = output.sampling_per_token_logps
         for i, row in enumerate(rows):
             mask = output.completion_mask[i].bool()
-            ids, prompt = output.completion_ids[i][mask], output.prompts[i]
+            ids = output.completion_ids[i][mask]
+            prompt = output.prompts[i]
             self.conversations.append((row, prompt, ids, output.tool_mask[i][mask].bool(), logps[i][mask]))
             assert prompt.decoded == ()  # the trainer keeps no media
         self.differences.append([self.difference(*each) for each in self.conversations[-len(rows) :]])
@@ -73,7 +75,8 @@ class Talking:
 
     def difference(self, row, prompt: EncodedPrompt, ids, is_sampled, sampled, media=None) -> torch.Tensor:
         """Returns the difference at the sampled tokens, with these media instead of those shown."""
-        messages, place = [{"role": "user", "content": _blocks(row)}], 0
+        messages = [{"role": "user", "content": _blocks(row)}]
+        place = 0
         for number, (was_sampled, group) in enumerate(itertools.groupby(is_sampled.tolist())):
             end = place + len(list(group))
             content = [_plain(block) for block in (media or self.media)[number // 2 % len(self.media)]]
@@ -83,9 +86,11 @@ class Talking:
                 content = [{"type": "text", "text": self._tokenizer.decode(ids[place:last])}]
             messages.append({"role": "assistant" if was_sampled else "tool", "content": content})
             place = end
-        processor, model = self.processing_class, self._unwrapped(self.model)
+        processor = self.processing_class
+        model = self._unwrapped(self.model)
         inputs = encode(processor, messages, chat_template=processor.chat_template)
-        start, stop = len(prompt), len(prompt) + len(ids)
+        start = len(prompt)
+        stop = len(prompt) + len(ids)
         if media is None:
             assert inputs["input_ids"][0, :stop].tolist() == [*prompt.input_ids.tolist(), *ids.tolist()]
         bias = torch.zeros(model.config.get_text_config().vocab_size)

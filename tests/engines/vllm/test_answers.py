@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from itertools import product
 
 import pytest
 import requests
@@ -52,17 +53,20 @@ class Asked:
 
     def __init__(self, omni, folder, proxy, k):
         self.trainer = make(omni, folder, [proxy], Recorded, max_staleness=k, **SEEDED)
-        self.k, self.proxy, self.place = k, proxy, 0
+        self.k = k
+        self.proxy = proxy
+        self.place = 0
         self.engine = self.trainer.vllm_generation
         self.engine._placeholders = {PLACEHOLDER}
-        rows = [row for row in self.trainer.train_dataset for _ in range(4)]
+        rows = [row for row, _ in product(self.trainer.train_dataset, range(4))]
         self.prompts = self.trainer._prompting.collect(self.trainer._stream.without_prompts(rows)).prompts
 
     def __call__(self) -> list:
         if self.k == 0:
             _, ids, logps, _ = self.engine.generate(self.prompts)
             return [(own, [logp for [logp] in each]) for own, each in zip(ids, logps, strict=True)]
-        numbers, flight = [i // 4 for i in range(16)], self.trainer.in_flight
+        numbers = [i // 4 for i in range(16)]
+        flight = self.trainer.in_flight
         self.place += 1
         keys = request_keys(self.prompts, numbers, range(16), 0, 1)
         prompts = zip(keys, self.engine.server_requests(self.prompts), strict=True)
@@ -85,7 +89,8 @@ def ask(request, omni, tmp_path_factory, proxy):
 @pytest.fixture
 def spoil(proxy):
     def spoil(name, count=1):
-        proxy.change, proxy.n_spoiled = KINDS[name].change, count
+        proxy.change = KINDS[name].change
+        proxy.n_spoiled = count
 
     proxy.reset()
     yield spoil
@@ -115,7 +120,8 @@ def test_every_answer_is_checked(ask, proxy, spoil, name, monkeypatch):
         while proxy.asked[GENERATE] < 4:  # the others come later
             time.sleep(0.01)
         return
-    found, wrong = ask(), set()
+    found = ask()
+    wrong = set()
     assert proxy.asked[GENERATE] == 4 + (outcome == "again")
     assert [ids for ids, _ in found] == [ids for ids, _ in ask.straight]
     for (_, before), (_, after) in zip(ask.straight, found, strict=True):
@@ -209,7 +215,8 @@ def test_every_call_of_a_sync_has_a_time_out(ask, proxy, spoil, path, monkeypatc
     with pytest.raises(RuntimeError, match=rf"{proxy.url} didn't answer {path}[^ ]* \(no complete answer in 0.3 s"):
         ask.engine.sync_weights()
     assert time.monotonic() - start < 3
-    proxy.hang, proxy.fail = set(), {path, "/resume"}
+    proxy.hang = set()
+    proxy.fail = {path, "/resume"}
     with pytest.raises(RuntimeError, match=rf"didn't answer {path}[^ ]* \(status 500: 'broken'"):
         ask.engine.sync_weights()
 
@@ -243,7 +250,8 @@ def test_time_out_at_the_start(omni, tmp_path, proxy, spoil):
 
 def test_interrupt(ask, proxy, spoil):
     """Ctrl-C doesn't wait for a server."""
-    proxy.hang, start = {GENERATE}, time.monotonic()
+    proxy.hang = {GENERATE}
+    start = time.monotonic()
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         ask()
@@ -260,7 +268,8 @@ LOAD = "/v1/load_lora_adapter"
 @pytest.mark.parametrize("k", [0, 2])
 def test_adapters_come_back(tmp_path, k):
     """A server that is away at a sync is waited for, and one that was started again gets the adapter again."""
-    folder, lora = saved("qwen2_5_vl"), LoraConfig(r=8, target_modules=["q_proj"])
+    folder = saved("qwen2_5_vl")
+    lora = LoraConfig(r=8, target_modules=["q_proj"])
     options = {"vllm_mode": "server", "vllm_engine_kwargs": {"enable_lora": True}, "max_staleness": k}
     options |= {"save_strategy": "no", "max_completion_length": LENGTH, **SEEDED}
     runs = []

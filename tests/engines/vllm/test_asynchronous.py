@@ -40,7 +40,8 @@ class Hashing(Recording, TrainedOn, MultimodalGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.hashes, ask = {}, self.in_flight.ask
+        self.hashes = {}
+        ask = self.in_flight.ask
 
         def asked(place, batch, numbers, requests, **more):
             for request in requests.values():
@@ -147,7 +148,8 @@ def test_resumed_run_takes_a_real_servers_answers(server, omni, tmp_path):
     straight = make(omni, tmp_path / "straight", [server], **options)
     straight.train()
     resumed = make(omni, tmp_path / "resumed", [server], **options)
-    loaded, load = [], resumed.in_flight.load_state_dict
+    loaded = []
+    load = resumed.in_flight.load_state_dict
     resumed.in_flight.load_state_dict = lambda state: loaded.append(state) or load(state)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     batches = [draw.batch for draw in resumed.draws]

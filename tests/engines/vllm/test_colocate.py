@@ -21,7 +21,8 @@ from trl_multimodal_rft import MultimodalDistillationTrainer
 def test_what_is_sampled_is_what_is_scored(family, rows, tmp_path):
     trainer = make(Recorded, family, rows(), tmp_path)
     rendering = trainer.vllm_generation.llm.renderer.get_mm_processor()
-    calls, apply = [], rendering._apply_hf_processor_main
+    calls = []
+    apply = rendering._apply_hf_processor_main
     rendering._apply_hf_processor_main = lambda *args, **kwargs: calls.append(1) or apply(*args, **kwargs)
     trainer.train()
     assert max(trainer.differences) < 1e-4 and len(trainer.differences) == 3  # after two updates of all weights
@@ -36,7 +37,8 @@ def test_views_are_sampled_and_not_corrected(tmp_path):
     assert max(trainer.differences) < 1e-4 and [len(draw) for draw in trainer.draws] == 3 * [8 + 2]
     assert max(trainer.checks.self_check.engine) < 1e-5 and max(trainer.checks.self_check.engine_updated) < 1e-5
     for batch in trainer._buffered_inputs:
-        given, ratios = batch.sampling_per_token_logps, batch.importance_sampling_ratio
+        given = batch.sampling_per_token_logps
+        ratios = batch.importance_sampling_ratio
         seen = given.isnan().any(1)
         assert seen.sum() == 4 and (ratios[seen] == 1).all() and (ratios[~seen] - 1).abs().max() < 0.1
         assert (ratios[~seen] != 1).any()
@@ -47,7 +49,8 @@ def test_student_samples_under_a_view(tmp_path):
     options = {"student_view": "blank", "max_steps": 1, "learning_rate": 0.0}
     objects = {"reward_funcs": None}
     trainer = make(MultimodalDistillationTrainer, "qwen2_5_vl", image_rows(), tmp_path, objects, **options)
-    trainer.sampler, trainer.own_positions = Remembers(trainer), True
+    trainer.sampler = Remembers(trainer)
+    trainer.own_positions = True
     trainer.train()
     ((prompts, completions, logps),) = trainer.sampler.calls
     assert all(prompt.media["pixel_values"].std() < 1 for prompt in prompts)  # three grey channels

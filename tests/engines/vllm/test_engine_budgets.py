@@ -54,7 +54,8 @@ def test_ids_and_pixels_are_the_same(family, tmp_path):
         for name in ("pixel_values", "pixel_values_videos"):
             found = [item[name].data for items in rendered["mm_kwargs"].values() for item in items if name in item]
             if found and name in prompt.media:
-                theirs, ours = torch.cat([each.reshape(-1) for each in found]), prompt.media[name].reshape(-1)
+                theirs = torch.cat([each.reshape(-1) for each in found])
+                ours = prompt.media[name].reshape(-1)
                 assert theirs.shape == ours.shape
                 # Its models of Qwen normalize pixels themselves
                 assert theirs.dtype == torch.uint8 or torch.equal(theirs, ours)

@@ -26,7 +26,8 @@ class Trained(Remembers):
 
     def taken(self):
         """Returns the completions since the last call."""
-        calls, self.calls = self.calls, []
+        calls = self.calls
+        self.calls = []
         return [ids for _, ids, _ in calls]
 
 

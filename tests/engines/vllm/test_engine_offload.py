@@ -18,7 +18,8 @@ class Counting(MultimodalGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.live, self.run = [], self.vllm_generation._run_requests
+        self.live = []
+        self.run = self.vllm_generation._run_requests
         self.vllm_generation._run_requests = self.counting
         for model in (self.model, self.ref_model):  # which are mapped from files, as no weights on a GPU are
             for parameter in model.parameters():
@@ -32,7 +33,8 @@ class Counting(MultimodalGRPOTrainer):
 
 
 def test_engine_samples_without_the_model(tmp_path):
-    updates, lives = [], []
+    updates = []
+    lives = []
     seeds = {"seed": 7}  # each request's own, as the process's first engine leaves torch's generator in another state
     options = {"beta": 0.1, "optim": "adamw_torch", "seed": 7, "generation_kwargs": seeds}
     for offload in (False, True):

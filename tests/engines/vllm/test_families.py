@@ -51,7 +51,9 @@ KNOWN = {
 def trainer_of(name: str, tmp_path) -> RecordedOmni:
     folder = str(saved(name))
     if name in OMNI:
-        save_released(name, folder, folder := str(tmp_path / "released"))
+        released = str(tmp_path / "released")
+        save_released(name, folder, released)
+        folder = released
     rows = with_media(text_rows(), "prompt", [None] * 8)  # vLLM can't count these media
     options = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8, "self_check": False}
     engine = {"max_model_len": 1024, "max_num_seqs": 8}
@@ -69,7 +71,8 @@ def difference(trainer, chat) -> float:
         if block["type"] == "audio":
             block["sampling_rate"] = RATE
     [row] = rows_to_messages([{"prompt": chat}])
-    model, processor = trainer._unwrapped(trainer.model), trainer.processing_class
+    model = trainer._unwrapped(trainer.model)
+    processor = trainer.processing_class
     prompt = encode_prompt(row["prompt"], processor, model, keep_decoded=True, use_engine_positions=True)
     trainer.sampler(trainer.model, [prompt] * 2, step=trainer.state.global_step)
     return trainer.differences[-1]

@@ -2,6 +2,7 @@
 """PPO with LightRFT's interface that samples from vLLM, colocated and from a server."""
 
 from argparse import Namespace
+from itertools import product
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def trained(folder, actor, processor, critic, rows, own_positions=True, **option
 def test_completions_come_from_the_colocated_engine(tmp_path):
     actor = ActorVL(saved("qwen2_5_vl"), bf16=False)
     engine = {**vllm_cpu.ENGINE, "max_model_len": 512}
-    rows, processor = list(image_rows(4)), load("qwen2_5_vl")[1]
+    rows = list(image_rows(4))
+    processor = load("qwen2_5_vl")[1]
     critic = critic_of("qwen2_5_vl")
     ppo, differences = trained(tmp_path, actor, processor, critic, rows, vllm_engine_kwargs=engine)
     assert max(differences) < 1e-4  # of both rollouts, before and after the update
@@ -121,7 +123,7 @@ def test_engine_and_prompts_of_a_command_line(tmp_path):
     ppo.fit(args, batches, None)
     assert ppo.trainer.state.global_step == 2
     expected = [len(processor(text=[text], images=[images])["input_ids"][0]) for text, images, *_ in rows]
-    assert ppo.trainer.sampler.lengths == [length for length in expected for _ in range(2)]
+    assert ppo.trainer.sampler.lengths == [length for length, _ in product(expected, range(2))]
 
 
 @pytest.mark.slow

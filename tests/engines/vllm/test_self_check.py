@@ -51,7 +51,8 @@ def test_completions_end_as_those_of_transformers(tmp_path):
     class Recorded(Recording, MultimodalGRPOTrainer):
         pass
 
-    objects, options = {"processing_class": processor}, {"max_completion_length": 200, "max_steps": 2}
+    objects = {"processing_class": processor}
+    options = {"max_completion_length": 200, "max_steps": 2}
     options |= {"per_device_train_batch_size": 16, "num_generations": 8}
     given = (Recorded, FAMILY, image_rows(), tmp_path, objects, {"max_model_len": 512})
     trainer = make(*given, **options)
@@ -95,14 +96,17 @@ def test_exchanged_groups_keep_what_they_were_sampled_with(options, tmp_path):
     trainer.train()
     assert_exact(trainer.checks.self_check)
     for name in ("sampling_per_token_logps", "old_per_token_logps"):
-        drawn, used = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
+        drawn = by_key(trainer.draws, name)
+        used = by_key(trainer.micro_batches, name)
         assert used and all(torch.equal(value, drawn[key]) for key, value in used.items())
     history = trainer.state.log_history
     exchanged = [logged.get("sampling/rounds", 1) > 1 or logged.get("replay/frac", 0) > 0 for logged in history]
     assert any(exchanged)
     for batch in (each.batch for each in trainer.micro_batches):
-        old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        ratios, mask = batch["importance_sampling_ratio"], batch.scored_mask
+        old = batch["old_per_token_logps"]
+        sampled = batch["sampling_per_token_logps"]
+        ratios = batch["importance_sampling_ratio"]
+        mask = batch.scored_mask
         if ratios.size(1) == 1:
             differences = torch.where(mask.bool(), old - sampled, 0.0).nan_to_num(nan=0.0)
             expected = differences.sum(1).exp().clamp(max=3.0)
@@ -134,7 +138,8 @@ def test_without_a_self_check_training_continues(tmp_path, monkeypatch):
     ("dtype", "rounding"), [("float32", 1e-5), pytest.param("bfloat16", 0.05, marks=pytest.mark.slow)]
 )
 def test_weights_that_a_sync_leaves_out_stop_training_after_an_update(dtype, rounding, tmp_path, monkeypatch):
-    named, stale = MultimodalVLLMGeneration._iter_named_params, {}
+    named = MultimodalVLLMGeneration._iter_named_params
+    stale = {}
 
     def all_but_one(self):
         for name, parameter in named(self):
@@ -157,7 +162,8 @@ def copied(folder):
 
 def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
     processor = AutoProcessor.from_pretrained(saved(FAMILY))
-    policy, folder = moved(FAMILY)["model"], copied(tmp_path / "other")
+    policy = moved(FAMILY)["model"]
+    folder = copied(tmp_path / "other")
     policy.name_or_path = str(folder)
     monkeypatch.setattr(MultimodalVLLMGeneration, "sync_weights", lambda self: None)
     objects = {"model": policy, "processing_class": processor}
@@ -168,7 +174,8 @@ def test_an_engine_with_other_weights_stops_training(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_other_pixels_in_an_engine_stop_training(tmp_path):
-    processor, folder = AutoProcessor.from_pretrained(saved(FAMILY)), copied(tmp_path / "other")
+    processor = AutoProcessor.from_pretrained(saved(FAMILY))
+    folder = copied(tmp_path / "other")
     [file] = [each for each in folder.glob("*.json") if "image_mean" in each.read_text()]
     settings = json.loads(file.read_text())
     settings.get("image_processor", settings)["image_mean"] = [0.0, 0.0, 0.0]
@@ -205,7 +212,8 @@ def test_rloo_weighs_what_the_engine_samples(tmp_path):
     assert len(drawn) == 3
     weights = []
     for (before, output), logged in zip(drawn, trainer.state.log_history, strict=False):
-        mask, rows = output.scored_mask, output.rows_to_score or [*range(len(output))]
+        mask = output.scored_mask
+        rows = output.rows_to_score or [*range(len(output))]
         differences = (output.old_per_token_logps - output.sampling_per_token_logps) * mask
         ratios = differences.sum(1).exp()
         ratios = ratios.clamp(max=0.98)

@@ -4,6 +4,7 @@
 import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -154,7 +155,7 @@ def test_tools_show_media(server, omni, tmp_path):
 
 
 def trainer_draw(trainer):
-    rows = [row for row in trainer.train_dataset for _ in range(4)]
+    rows = [row for row, _ in product(trainer.train_dataset, range(4))]
     trainer._generate_and_score_completions(rows)
     return trainer.draws[-1]
 
@@ -190,8 +191,10 @@ def wait_for_tokens(server, n_requests, answer):
 def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monkeypatch):
     """A pause keeps them, and what they sample afterwards follows from all they have, as the new weights see it."""
     trainer = make(server, omni, tmp_path, self_check=False)
-    trainer.sampler, drawn = Remembers(trainer), []
-    engine, client = trainer.vllm_generation, trainer.vllm_generation.vllm_client
+    trainer.sampler = Remembers(trainer)
+    drawn = []
+    engine = trainer.vllm_generation
+    client = trainer.vllm_generation.vllm_client
     make_requests = engine._requests
     monkeypatch.setattr(engine, "_requests", lambda *args: drawn.extend(make_requests(*args)) or drawn)
     trainer_draw(trainer)
@@ -203,7 +206,8 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
         answer = pool.submit(at_once, lambda each: server_completions(server, None, each, options, **given), asked)
         wait_for_tokens(server, len(asked), answer)
         client._post(f"{server}/pause?mode=keep")
-        old, new = copy.deepcopy(trainer.model), trainer.model
+        old = copy.deepcopy(trainer.model)
+        new = trainer.model
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter)
@@ -248,7 +252,8 @@ def changed(info, **settings):
 
 
 def test_refused_servers(client, omni, tmp_path):
-    info, config = client.get_server_info(), hf.AutoConfig.from_pretrained(omni)
+    info = client.get_server_info()
+    config = hf.AutoConfig.from_pretrained(omni)
     check_server_settings(client, info, config.thinker_config, "float32")
     with pytest.raises(ValueError, match="computes in float32, and the trainer in bfloat16.*`--dtype bfloat16`"):
         check_server_settings(client, info, config, "bfloat16")

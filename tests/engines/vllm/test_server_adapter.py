@@ -34,7 +34,8 @@ def test_adapter_by_a_server(server, tmp_path, monkeypatch):
     options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_engine_kwargs": {"enable_lora": True}}
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, **options)
     assert_follows(trainer)
-    client, folder = trainer.vllm_generation.vllm_client, Path(trainer.args.output_dir, "_vllm_adapter")
+    client = trainer.vllm_generation.vllm_client
+    folder = Path(trainer.args.output_dir, "_vllm_adapter")
     served = models(server)
     assert served == [str(saved("qwen2_5_vl")), client.model]
     assert [each.name for each in folder.iterdir()] == [client.model]
@@ -54,7 +55,8 @@ def test_requests_in_flight_keep_their_adapter(server, tmp_path):
     options |= {"max_staleness": 2, "learning_rate": 1e-1, "max_steps": 5, "save_strategy": "no", "logging_steps": 1}
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path, LORA, trainer_class=OfVersions, **options)
     assert trainer.vllm_generation.unmerged_adapter.engine_kwargs["max_loras"] == 3
-    folder, before = Path(trainer.args.output_dir, "_vllm_adapter"), models(server)
+    folder = Path(trainer.args.output_dir, "_vllm_adapter")
+    before = models(server)
     trainer.train()
     found = trainer.differences_by_age()
     assert len(found) == 5 * 8 and {age for age, _ in found} == {0, 1, 2}

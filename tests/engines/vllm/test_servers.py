@@ -38,9 +38,11 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
     """
     found = {}
     for processes in (2, 4):
-        (folder := tmp_path / str(processes)).mkdir()
+        folder = tmp_path / str(processes)
+        folder.mkdir()
         with fake_servers(omni, [0, 1]) as servers, fake_servers(omni, [0, 1]) as failing:
-            one, urls = servers[0].url, [each.url for each in servers]
+            one = servers[0].url
+            urls = [each.url for each in servers]
             failing[1].fault("drop", after=1, count=10**9)
             split = {**SEEDED, "per_device_train_batch_size": 12 // processes, "n_evaluated": 3}
             runs = {
@@ -62,7 +64,8 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
             [line] = {rank["error"] for rank in found[2]["gone"]}
             assert re.match(rf"RuntimeError: Process 1: The vLLM server at {failing[1].url} didn't answer /", line)
             assert any(name.startswith("contrast/") for each in found[2]["views"][0]["views"] for name in each)
-    two, four = found[2], found[4]
+    two = found[2]
+    four = found[4]
     # Neither the number of servers nor that of processes changes what is sampled
     samples = joined(two["one"])
     assert len(samples[0]) == 12 and len({tuple(ids) for ids in samples[0]}) == 12
@@ -80,7 +83,8 @@ def test_each_process_asks_its_own_server(omni, tmp_path):
 @pytest.fixture
 def nccl(monkeypatch):
     """Replaces process 0's end of NCCL. Returns what it was opened with, and the weights that it sent."""
-    opened, sent = [], []
+    opened = []
+    sent = []
     for name, method in vllm_cpu.BY_NCCL.items():
         monkeypatch.setattr(vllm_client.VLLMClient, name, method)
 
@@ -111,7 +115,8 @@ def test_all_servers_join_one_broadcast(omni, nccl, monkeypatch):
     paths = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
     for each, first in zip(posts, (1, 3), strict=True):
         assert [path for path, _ in each] == [*paths, "/reset_prefix_cache", "/reset_encoder_cache"]
-        start, update = each[0][1]["init_info"], each[2][1]["update_info"]
+        start = each[0][1]["init_info"]
+        update = each[2][1]["update_info"]
         assert (start["rank_offset"], start["world_size"], start["master_port"]) == (first, 5, 1234)
         assert update["names"] == ["a", "b"] and update["shapes"] == [[2, 3], [4]]
     assert sent == weights

@@ -114,7 +114,8 @@ def test_sampling_parameters():
 
 def test_inputs_of_an_engine():
     assert tokens_input([1, 2])["prompt_token_ids"] == [1, 2]
-    item, place = MultiModalKwargsItem.dummy(), PlaceholderRange(offset=1, length=2)
+    item = MultiModalKwargsItem.dummy()
+    place = PlaceholderRange(offset=1, length=2)
     items = MultiModalKwargsItems({"image": [item]})
     prompt = mm_input([1, 2, 3], items, {"image": ["a"]}, {"image": [place]})
     assert prompt["mm_kwargs"]["image"] == [item] and prompt["prompt_token_ids"] == [1, 2, 3]
@@ -126,7 +127,8 @@ def test_inputs_of_an_engine():
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # the decoded one
 def test_requests_to_a_server():
-    item, place = MultiModalKwargsItem.dummy(4), PlaceholderRange(offset=1, length=2)
+    item = MultiModalKwargsItem.dummy(4)
+    place = PlaceholderRange(offset=1, length=2)
     media = {"mm_kwargs": {"image": [item]}, "mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [place]}}
     sampling = {"n": 2, "max_tokens": 5, "logit_bias": {"7": -100.0}, "detokenize": False, "output_kind": 2}
     body = {"model": "m", "token_ids": [1, 2, 3], "features": server_features(media), "sampling_params": sampling}

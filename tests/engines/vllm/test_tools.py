@@ -44,9 +44,11 @@ def test_images(tmp_path):
     engine = trainer.vllm_generation
     limits = engine.llm.model_config.multimodal_config
     assert [limits.get_limit_per_prompt(kind) for kind in ("image", "video")] == [5, 4]
-    rendered, render = [], engine.prompts.renderer.render_cmpl
+    rendered = []
+    render = engine.prompts.renderer.render_cmpl
     engine.prompts.renderer.render_cmpl = lambda prompts: rendered.append(1) or render(prompts)
-    turns, step = [], engine.llm.llm_engine.step
+    turns = []
+    step = engine.llm.llm_engine.step
 
     def stepping():
         outputs = step()
@@ -64,7 +66,8 @@ def test_images(tmp_path):
 
     *conversation, _ = trainer.conversations[-1]
     own, other = (trainer.difference(*conversation, 0.0, media) for media in (None, images(seed=50)))
-    moved, called = (own - other).abs(), conversation[-1].tolist().index(False)
+    moved = (own - other).abs()
+    called = conversation[-1].tolist().index(False)
     assert moved[:called].max() <= 1e-4 and moved[called:].max() > 1e-3
 
 
@@ -107,7 +110,8 @@ def test_engines_that_do_not_take_what_a_tool_shows(tmp_path):
 
 def rollout(prompts, trainer):
     """Sends media to the engine in vLLM's format."""
-    processor, asked = trainer.processing_class, []
+    processor = trainer.processing_class
+    asked = []
     for prompt in prompts:
         text = processor.apply_chat_template(prompt, add_generation_prompt=True)
         media = {"image": [prompt[0]["content"][0]["image"]]}
@@ -119,7 +123,8 @@ def rollout(prompts, trainer):
 
 @pytest.mark.slow
 def test_rollout_func_shows_the_engine_media(tmp_path):
-    objects, options = {"rollout_func": rollout}, {"max_steps": 2, "generation_kwargs": None}
+    objects = {"rollout_func": rollout}
+    options = {"max_steps": 2, "generation_kwargs": None}
     args = (MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path)
     trainer = engine_runs.make(*args, objects=objects, **options)
     trainer.train()

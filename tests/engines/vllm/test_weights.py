@@ -33,7 +33,8 @@ def test_merged_adapter(family, rows, towers, tmp_path):
 
 def test_all_weights_and_a_tower_alone(tmp_path, monkeypatch):
     trainer = trainer_of(saved("qwen2_5_vl"), image_rows, tmp_path)
-    engine, loads = trainer.vllm_generation._runner.model, []
+    engine = trainer.vllm_generation._runner.model
+    loads = []
     load = engine.load_weights
     monkeypatch.setattr(engine, "load_weights", lambda weights: loads.append(1) or load(weights))
     assert_follows(trainer)

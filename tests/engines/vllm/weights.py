@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Changes weights under an engine that follows them, or samples with several versions of them."""
 
+from itertools import product
+
 import torch
 from helpers.engine_runs import RecordedOmni, make
 from helpers.trainer_utils import Recording, Weights
@@ -21,7 +23,7 @@ def trainer_of(
 def difference(trainer) -> float:
     """Returns the difference between log-probabilities of the engine and of the model, after a sync."""
     trainer.sampler.invalidate_weights()
-    trainer._generate_and_score_completions([row for row in list(trainer.train_dataset)[:2] for _ in range(4)])
+    trainer._generate_and_score_completions([row for row, _ in product(list(trainer.train_dataset)[:2], range(4))])
     return trainer.differences[-1]
 
 
@@ -55,7 +57,8 @@ class OfVersions(Recording, RecordedOmni):
             for i, (first, last) in enumerate(rollout.source.flight.versions.tolist()):
                 if first == last:
                     self.model.load_state_dict(self.weights[first])
-                    ids, sampled = torch.tensor(rollout.source.ids[i]), rollout.sampling_per_token_logps[i]
+                    ids = torch.tensor(rollout.source.ids[i])
+                    sampled = rollout.sampling_per_token_logps[i]
                     difference = self._own_logps(rollout.prompts[i], ids) - sampled[: len(ids)]
                     found.append((place - first, difference.abs().max().item()))
         return found

@@ -106,7 +106,8 @@ def mmau_entries(n: int) -> list[dict]:
 @pytest.fixture
 def mmau(tmp_path):
     """The format of the MMAU repository: a list and a folder of recordings."""
-    (folder := tmp_path / "MMAU").mkdir()
+    folder = tmp_path / "MMAU"
+    folder.mkdir()
     (folder / "mmau-test-mini.json").write_text(json.dumps(mmau_entries(5), indent=2))
     write_wavs(folder / "test-mini-audios", "id-", 5)
     return folder
@@ -232,7 +233,8 @@ def test_avqa(avqa):
     again = load_avqa(avqa.parent / "parquet", audio_dir=avqa.parent / "wavs")
     assert again.to_list() == dataset.to_list()
     # By the command, which has one option for media of all layouts
-    moved, out = (avqa.parent / "wavs").rename(avqa.parent / "moved"), str(avqa.parent / "out")
+    moved = (avqa.parent / "wavs").rename(avqa.parent / "moved")
+    out = str(avqa.parent / "out")
     main(["prepare", "avqa", str(avqa), "--media_dir", str(moved), "--output_dir", out])
     assert load_dataset(out, split="train")["solution"][:] == dataset["solution"][:]
     moved.rename(avqa.parent / "wavs")

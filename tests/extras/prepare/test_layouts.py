@@ -333,7 +333,8 @@ def check_pairs(dataset, folder):
 @pytest.mark.parametrize("form", PAIRS)
 def test_pairs_of_other_tools(form, files, tmp_path):
     """Trainers name the command that converts them."""
-    row, layout = {**PAIRS[form], "images": ["media/0.png"]}, form.split()[0]
+    row = {**PAIRS[form], "images": ["media/0.png"]}
+    layout = form.split()[0]
     main(["prepare", layout, str(files([row] * 2)), "--task", "dpo", "--output_dir", str(tmp_path / "out")])
     check_pairs(load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache")), tmp_path)
     for kind, reward in (("dpo", None), ("reward", None), ("grpo", length_and_sum)):
@@ -538,7 +539,8 @@ def test_what_is_wrong_is_named(files, tmp_path, capsys, layout, row, message):
 
 
 def test_options_and_rules(files, tmp_path, capsys):
-    path, out = str(files(LLAVA)), str(tmp_path / "out")
+    path = str(files(LLAVA))
+    out = str(tmp_path / "out")
     for options, message in (
         (
             ["--template", "{problem}"],

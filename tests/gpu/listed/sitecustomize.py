@@ -19,7 +19,8 @@ def listed() -> set[str]:
     """Returns names of the packages of the lists, and of those that they need in the versions of this environment."""
     lines = [line for name in ("machine", "wheels") for line in (FOLDER / f"{name}.txt").read_text().splitlines()]
     needs = {canonical(each.name): each.requires or [] for each in distributions()}
-    found, new = {"trl-multimodal-rft"}, {canonical(line) for line in lines if not line.startswith("#")}
+    found = {"trl-multimodal-rft"}
+    new = {canonical(line) for line in lines if not line.startswith("#")}
     while new:
         found |= new
         required = {canonical(line) for name in new for line in needs.get(name, ()) if "extra ==" not in line}

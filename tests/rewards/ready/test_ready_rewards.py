@@ -44,7 +44,8 @@ def random_boxes(n, generator):
 
 def test_box_iou_is_torchvisions():
     generator = np.random.default_rng(0)
-    ones, others = random_boxes(60, generator), random_boxes(60, generator)
+    ones = random_boxes(60, generator)
+    others = random_boxes(60, generator)
     expected = torchvision_iou(torch.tensor(ones), torch.tensor(others)).diag().tolist()
     answers = [str(box.tolist()) for box in ones]
     assert rewards.box_iou_reward(answers, solution=others.tolist()) == pytest.approx(expected)
@@ -509,7 +510,9 @@ WITH_REFERENCES = [
 def test_rows_without_a_reference_have_no_reward(name):
     if name in ("cer_reward", "wer_reward"):
         pytest.importorskip("jiwer")
-    reward, ids, choices = getattr(rewards, name), [[1], [1]], [["a", "b"]] * 4
+    reward = getattr(rewards, name)
+    ids = [[1], [1]]
+    choices = [["a", "b"]] * 4
     missing = [None, [], float("nan"), np.float32("nan")]
     assert reward(completions=["a"] * 4, completion_ids=ids * 2, solution=missing, choices=choices) == [None] * 4
     with pytest.raises(ValueError, match=r"column `solution`, which is missing.*'question'\]"):

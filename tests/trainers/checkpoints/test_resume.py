@@ -193,7 +193,8 @@ def rest(trainer, step: int) -> list:
 
 @pytest.mark.parametrize(("name", "step"), stops_of(CASES, QUICK))
 def test_resumed_run_is_the_uninterrupted_run(name, step, straight, tmp_path):
-    case, uninterrupted = CASES[name], straight(name)
+    case = CASES[name]
+    uninterrupted = straight(name)
     assert not same_weights(uninterrupted, case.make(tmp_path))
     for metric in case.moving:
         assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
@@ -431,7 +432,8 @@ def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
 
 def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight, tmp_path):
     """This also holds in the middle of a generation batch. The trainer measures its way of scoring anew."""
-    name, step = "several epochs", 6
+    name = "several epochs"
+    step = 6
     uninterrupted = straight(name)
     assert uninterrupted._policy.fallbacks.packing
     trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)

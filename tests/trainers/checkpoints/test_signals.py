@@ -32,7 +32,8 @@ from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 class Interrupted(MultimodalGRPOTrainer):
     """Receives signals before the update of a step."""
 
-    step, numbers = -1, (signal.SIGTERM,)
+    step = -1
+    numbers = (signal.SIGTERM,)
 
     def _get_grad_norm(self, *args, **kwargs):
         for number in self.numbers if self.state.global_step + 1 == self.step else ():
@@ -43,7 +44,8 @@ class Interrupted(MultimodalGRPOTrainer):
 def make(folder: Path, step: int = -1, *numbers: int, **options):
     options = {**REUSED, "self_check": False, "enable_jit_checkpoint": True, "save_strategy": "no", **options}
     trainer = make_trainer(Interrupted, "qwen2_5_vl", image_rows(5), folder, **options)
-    trainer.step, trainer.numbers = step, numbers or (signal.SIGTERM,)
+    trainer.step = step
+    trainer.numbers = numbers or (signal.SIGTERM,)
     return trainer
 
 
@@ -234,7 +236,8 @@ def test_ctrl_c_ends_a_run_without_checkpoints_at_once(tmp_path):
 def test_a_second_ctrl_c_ends_it_at_once(tmp_path):
     options = {**REUSED, "self_check": False, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(Interrupted, "qwen2_5_vl", image_rows(5), tmp_path, **options)
-    trainer.step, trainer.numbers = 2, (signal.SIGINT, signal.SIGINT)
+    trainer.step = 2
+    trainer.numbers = (signal.SIGINT, signal.SIGINT)
     with pytest.raises(Unhandled):
         trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]

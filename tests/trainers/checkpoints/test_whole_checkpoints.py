@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,7 @@ DAMAGES = [
 WITHOUT_MANIFEST = [
     *[(file, halve) for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_0.pt")],
     *[(file, halve) for file in ("config.json", "model.safetensors", "trainer_state.json", "training_args.bin")],
-    *[(file, harm) for file in ("optimizer.pt", "rollout_state_0.pt") for harm in (flip, empty)],
+    *[(file, harm) for file, harm in product(("optimizer.pt", "rollout_state_0.pt"), (flip, empty))],
 ]
 
 
@@ -365,7 +366,8 @@ class Paused(TrainerCallback):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks and signals of POSIX")
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
-    first, second = make(tmp_path), make(tmp_path)
+    first = make(tmp_path)
+    second = make(tmp_path)
     first.add_callback(Paused())
     process = os.fork()
     if process == 0:
@@ -454,8 +456,10 @@ def test_a_file_server_that_forgets_its_folders_ends_the_run_in_one_line(moved, 
 
 
 def test_a_move_that_fails_leaves_the_checkpoint_that_was_there(tmp_path, monkeypatch):
-    (written := tmp_path / "partial" / "new").mkdir(parents=True)
-    (place := tmp_path / "checkpoint-1").mkdir()
+    written = tmp_path / "partial" / "new"
+    written.mkdir(parents=True)
+    place = tmp_path / "checkpoint-1"
+    place.mkdir()
     (place / "old").touch()
     rename = Path.rename
 
@@ -472,7 +476,8 @@ def test_a_move_that_fails_leaves_the_checkpoint_that_was_there(tmp_path, monkey
 
 @pytest.mark.parametrize("below", [".", "runs/new"])
 def test_a_folder_that_cannot_be_written_is_named_at_construction(below, tmp_path):
-    (folder := tmp_path / "read_only").mkdir(mode=0o555)
+    folder = tmp_path / "read_only"
+    folder.mkdir(mode=0o555)
     tmp_path.chmod(0o755)
     with (
         as_nobody(),

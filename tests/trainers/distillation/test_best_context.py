@@ -48,7 +48,8 @@ def plain_loop(run, kind, *, beta, min_reward=1.0):
     contents = [content(row, kind) for row in KINDS[kind][1](2)]
     ids = completions_of(run, kind, contents)
     chosen = best_others(ids, min_reward)
-    total, n_tokens = 0.0, 0
+    total = 0.0
+    n_tokens = 0
     for i, (own, other) in enumerate(zip(ids, chosen, strict=True)):
         if other is None:
             continue

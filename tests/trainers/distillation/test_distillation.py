@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+from itertools import product
 
 import numpy as np
 import PIL.Image
@@ -98,7 +99,7 @@ def one_step_on(rows, kind, objects=None, **options):
 
 def completions_of(run, kind, contents):
     """Returns what the sampler gave for prompts of which each is completed 4 times."""
-    prompts = [encode_ids(run.trainer.processing_class, each) for each in contents for _ in range(4)]
+    prompts = [encode_ids(run.trainer.processing_class, each) for each, _ in product(contents, range(4))]
     return pseudo_random(prompts, 0, True, run.trainer._tokenizer)
 
 
@@ -111,8 +112,8 @@ def expected(run, kind, contents, *, read=None, teaches=None, **options):
     family, _ = KINDS[kind]
     student, processor = load(family)
     ids = completions_of(run, kind, contents)
-    four = [each for each in contents for _ in range(4)]
-    read = [each for each in read or contents for _ in range(4)]
+    four = [each for each, _ in product(contents, range(4))]
+    read = [each for each, _ in product(read or contents, range(4))]
     return plain_step(student, teaches or teacher(family), processor, four, ids, read=read, **options)
 
 
@@ -141,7 +142,12 @@ def test_student_is_its_own_teacher_under_a_view(kind, side):
     run = one_step(kind, objects={"teacher_model": None}, **{side: "blank"})
     rows = KINDS[kind][1](2)
     clean, blanked = ([content(row, kind, blanked=each) for row in rows] for each in (False, True))
-    seen, read = (clean, blanked) if side == "teacher_view" else (blanked, clean)
+    if side == "teacher_view":
+        seen = clean
+        read = blanked
+    else:
+        seen = blanked
+        read = clean
     itself, _ = load(KINDS[kind][0])
     assert_step(run, *expected(run, kind, seen, read=read, teaches=itself, beta=1.0))
 
@@ -152,7 +158,8 @@ OWN |= {"image": ("images", image(28, 56, seed=9)["image"])}
 
 def told_rows(kind, questions=(None, None), has_own=True):
     """Returns two rows, of which the teacher sees another medium in the first, if it has its own."""
-    rows, (column, own) = [*KINDS[kind][1](2)], OWN[kind]
+    rows = [*KINDS[kind][1](2)]
+    (column, own) = OWN[kind]
     told = [{"prompt": row["prompt"], "index": i} for i, row in enumerate(rows)]
     if any(questions):
         asked = [None if each is None else [{"role": "user", "content": each}] for each in questions]
@@ -216,20 +223,25 @@ def test_vision_opd_is_that_of_the_paper(k, adapter):
     https://huggingface.co/papers/2605.18740: the Jensen-Shannon divergence over the most likely tokens and the rest,
     or over all, from a teacher that sees the crop, whose weights are an average of the student's.
     """
-    rate, family, rows = 0.3, "qwen2_5_vl", told_rows("image")
+    rate = 0.3
+    family = "qwen2_5_vl"
+    rows = told_rows("image")
     options = {"beta": 0.5, "loss_top_k": k or 0, "self_teacher": f"ema(rate={rate})", "max_steps": 3}
     objects = {"teacher_model": None, **({"peft_config": LORA} if adapter else {})}
     run = distill(Watched, family, rows, objects, learning_rate=0.3, **options)
-    trainer, average = run.trainer, None
+    trainer = run.trainer
+    average = None
     seen = [each for row in rows for each in [content(row, "image")] * 4]
     read = [content(rows[0], "image", medium=OWN["image"][1])] * 4 + seen[4:]
     logs = [each for each in run.history if "loss" in each]
     for step, (before, after) in enumerate(itertools.pairwise(trainer.seen)):
         average = before if step == 0 else {n: (1 - rate) * average[n] + rate * before[n] for n in before}
-        student, teaches = load(family)[0], load(family)[0]
+        student = load(family)[0]
+        teaches = load(family)[0]
         if adapter:
             student, teaches = (get_peft_model(each, LORA) for each in (student, teaches))
-        student, teaches = with_weights(student, before), with_weights(teaches, average)
+        student = with_weights(student, before)
+        teaches = with_weights(teaches, average)
         prompts = [encode_ids(trainer.processing_class, each) for each in seen]
         ids = pseudo_random(prompts, step, True, trainer._tokenizer)
         loss, _, gradients = plain_step(
@@ -285,7 +297,7 @@ def test_own_teacher_of_an_adapter(weights):
     student = run.trainer.accelerator.unwrap_model(run.trainer.model).eval()
     teaches = student if weights == "current" else load("qwen2_5_vl")[0]
     ids = completions_of(run, "image", clean)
-    four = [[each for each in given for _ in range(4)] for given in (clean, blanked)]
+    four = [[each for each, _ in product(given, range(4))] for given in (clean, blanked)]
     processor = run.trainer.processing_class
     loss, entropy, gradients = plain_step(student, teaches, processor, four[0], ids, read=four[1], beta=1.0)
     assert run.history[0]["loss"] == pytest.approx(loss, rel=1e-4)
@@ -450,7 +462,8 @@ def test_other_teachers_are_refused(tmp_path):
             model.save_pretrained(tmp_path / "teacher")
             processor.save_pretrained(tmp_path / "teacher")
             model = str(tmp_path / "teacher")
-        class_, objects = MultimodalDistillationTrainer, {"teacher_model": model}
+        class_ = MultimodalDistillationTrainer
+        objects = {"teacher_model": model}
         with pytest.raises(ValueError) as raised:
             make_trainer(class_, "qwen2_5_vl", image_rows(2), tmp_path / "run", reward=None, objects=objects)
         return str(raised.value)

@@ -4,6 +4,7 @@
 import copy
 import functools
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def one_step(rows, objects=None, *, family="llava", trainer=InjectedOurs, **opti
 
 def plain_text(ids, tokenizer):
     """Returns the text of tokens, and the number of its characters after each, from the text of all tokens so far."""
-    ends, text = [], ""
+    ends = []
+    text = ""
     for i in range(len(ids)):
         decoded = tokenizer.decode(ids[: i + 1], clean_up_tokenization_spaces=False)
         text = text if decoded.endswith("\ufffd") else decoded
@@ -116,7 +118,8 @@ def plain_spans(ids, student, teacher):
     teacher_ids = teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     teacher_text, teacher_ends = plain_text(teacher_ids, teacher)
     assert teacher_text == text
-    spans, starts = [], (0, 0)
+    spans = []
+    starts = (0, 0)
     for cut in range(1, len(text) + 1):
         if cut in ends and cut in teacher_ends:
             stops = ends.index(cut) + 1, teacher_ends.index(cut) + 1
@@ -140,7 +143,9 @@ def span_loss(student, teacher, contents, completions, temperature=1.0):
     Returns the sum over completions of the differences of spans; a number with the gradient of the loss; and the
     number of aligned tokens. `student` and `teacher` are pairs of a model and its processor.
     """
-    value, surrogate, n_aligned = 0.0, 0.0, 0
+    value = 0.0
+    surrogate = 0.0
+    n_aligned = 0
     for blocks, ids in zip(contents, completions, strict=True):
         teacher_ids, spans = plain_spans(ids, student[1].tokenizer, teacher[1].tokenizer)
         of_student = logps_of(*student, blocks, ids, temperature)[range(len(ids)), ids]
@@ -164,7 +169,7 @@ def assert_update(run, loss, student):
 
 
 def four(contents):
-    return [each for each in contents for _ in range(4)]
+    return [each for each, _ in product(contents, range(4))]
 
 
 # A teacher of another tokenizer
@@ -177,13 +182,15 @@ def test_update_is_that_of_spans(family, options):
     """With one medium, and tokens that are parts of characters."""
     rows = image_rows(2)
     run = one_step(rows, family=family, **options)
-    student, of_teacher = student_pair(), loaded(folder_of(family), family)
+    student = student_pair()
+    of_teacher = loaded(folder_of(family), family)
     contents = four([content(row, "image") for row in rows])
     completions = completions_of(run, "image", contents[::4])
     value, surrogate, n_aligned = span_loss(
         student, of_teacher, contents, completions, options.get("temperature", 1.0)
     )
-    logs, share = run.history[0], n_aligned / sum(map(len, completions))
+    logs = run.history[0]
+    share = n_aligned / sum(map(len, completions))
     assert logs["loss"] == pytest.approx(value / n_aligned, rel=1e-4)
     assert logs["teacher/aligned_frac"] == pytest.approx(share) and logs["teacher/unaligned"] == 0
     assert 0.5 < share < 1
@@ -213,7 +220,8 @@ def test_texts_with_names_of_control_tokens_and_in_micro_batches():
     saying = type("Saying", (Saying,), {"texts": texts})
     rows = image_rows(2)
     run = one_step(rows, trainer=saying, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    student, of_teacher = student_pair(), loaded(folder_of("llava"), "llava")
+    student = student_pair()
+    of_teacher = loaded(folder_of("llava"), "llava")
     contents = four([content(row, "image") for row in rows])
     value, surrogate, n_aligned = span_loss(student, of_teacher, contents, said(run, texts, 8))
     assert run.history[0]["loss"] == pytest.approx(value / n_aligned, rel=1e-4)
@@ -236,7 +244,8 @@ def test_completions_that_cant_be_aligned():
     run = one_step(rows, {"teacher_model": folder}, trainer=saying, teacher_processor="separate(on_unaligned='skip')")
     logs = run.history[0]
     assert logs["teacher/unaligned"] == 2 and 0.5 < logs["teacher/aligned_frac"] < 1
-    student, of_teacher = student_pair(), loaded(folder, "llava")
+    student = student_pair()
+    of_teacher = loaded(folder, "llava")
     contents = four([content(row, "image") for row in rows])
     completions = said(run, texts, 8)
     # "a Cat" has tokens of "a " before the capital, without the end of the answer
@@ -245,7 +254,9 @@ def test_completions_that_cant_be_aligned():
     value, surrogate, n_aligned = span_loss(student, of_teacher, *chosen)
     start = student[1].tokenizer("a ")["input_ids"]
     part = span_loss(student, of_teacher, [contents[2]], [start])
-    value, surrogate, n_aligned = value + part[0], surrogate + part[1], n_aligned + part[2]
+    value = value + part[0]
+    surrogate = surrogate + part[1]
+    n_aligned = n_aligned + part[2]
     assert logs["loss"] == pytest.approx(value / n_aligned, rel=1e-4)
     assert_update(run, surrogate / n_aligned, student[0])
 
@@ -283,7 +294,8 @@ def test_teachers_of_other_and_of_the_same_tokenizer_by_row():
     }
     for offloads in (False, True):
         run = one_step(rows, objects, per_device_train_batch_size=12, offload_during_generation=offloads)
-        student, of_teacher = student_pair(), loaded(folder_of("llava"), "llava")
+        student = student_pair()
+        of_teacher = loaded(folder_of("llava"), "llava")
         near = same_teacher("qwen2_5_vl").double()
         contents = four([content(row, "image") for row in image_rows(3)])
         completions = completions_of(run, "image", contents[::4])
@@ -309,9 +321,11 @@ def test_teachers_of_other_and_of_the_same_tokenizer_by_row():
 
 def test_same_tokens_in_another_family_are_compared_whole():
     """Qwen2-VL has Qwen2.5-VL's tokenizer, and other features of images."""
-    rows, folder = image_rows(2), folder_of("qwen2_vl", changes_tokens=False)
+    rows = image_rows(2)
+    folder = folder_of("qwen2_vl", changes_tokens=False)
     run = one_step(rows, {"teacher_model": folder}, beta=0.3, teacher_view="blank")
-    student, of_teacher = student_pair(), loaded(folder, "qwen2_vl")
+    student = student_pair()
+    of_teacher = loaded(folder, "qwen2_vl")
     contents = four([content(row, "image") for row in rows])
     blanked = four([content(row, "image", blanked=True) for row in rows])
     completions = completions_of(run, "image", contents[::4])
@@ -390,7 +404,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
-    options, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    options = dict(REFUSED[name][0])
+    message = REFUSED[name][1]
     with pytest.raises(ValueError, match=message):
         one_step(image_rows(2), options.pop("objects", None), **options)
 

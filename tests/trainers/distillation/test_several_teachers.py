@@ -48,9 +48,11 @@ def plain_loop(run, kind, names, *, beta, temperature=1.0, top_k=None):
     mean over all of them, from forwards of single completions in float64.
     """
     student, processor = load(KINDS[kind][0])
-    student, models = copy.deepcopy(student).double(), teachers(kind)
+    student = copy.deepcopy(student).double()
+    models = teachers(kind)
     contents = [content(row, kind) for row in KINDS[kind][1](len(names))]
-    sums, counts = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0)
+    sums = dict.fromkeys(models, 0.0)
+    counts = dict.fromkeys(models, 0)
     for i, ids in enumerate(completions_of(run, kind, contents)):
         name = names[i // 4]
         if name is None:
@@ -310,13 +312,16 @@ class Served:
     """Stands for a server with a teacher, whose top tokens are those of the model in this process."""
 
     def __init__(self, name, model, processor):
-        self.name, self.model, self.processor = name, model, processor
+        self.name = name
+        self.model = model
+        self.processor = processor
 
     def requests_for(self, prompts):
         return [*prompts]
 
     def top_k(self, prompts, completions, width, k):
-        ids, logps = torch.zeros(len(prompts), width, k, dtype=torch.long), torch.zeros(len(prompts), width, k)
+        ids = torch.zeros(len(prompts), width, k, dtype=torch.long)
+        logps = torch.zeros(len(prompts), width, k)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             sequence = torch.cat([prompt.input_ids, torch.tensor(completion)])
             positions = torch.cat([prompt.position_ids, prompt.positions_after(len(completion))], dim=-1)
@@ -324,7 +329,8 @@ class Served:
                 outputs = self.model(input_ids=sequence[None], position_ids=positions, **prompt.media)
             logits = outputs.logits[0, -len(completion) - 1 : -1]
             top = logits.log_softmax(-1).topk(k, dim=-1)
-            ids[i, : len(completion)], logps[i, : len(completion)] = top.indices, top.values
+            ids[i, : len(completion)] = top.indices
+            logps[i, : len(completion)] = top.values
         return ids, logps
 
 

@@ -258,7 +258,10 @@ def test_kl_target_moves_the_coefficient(options, target):
         **evaluated,
         **options,
     )
-    kind, beta, betas, estimates = result.trainer.args.kl_estimator, 0.1, [], []
+    kind = result.trainer.args.kl_estimator
+    beta = 0.1
+    betas = []
+    estimates = []
     for step in range(3):
         moments = [m for m in result.trainer.micro_batches if m.step == step and m.training]
         assert [m.kl_coef for m in moments] == pytest.approx([beta] * 2)
@@ -282,11 +285,13 @@ def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
     options = {**REUSED, "max_steps": 2, "num_iterations": 1, "learning_rate": 0.1}  # the second update is off-policy
     result = ours(beta=0.1, kl_target=0.1, use_bias_correction_kl=True, objects=moved(FAMILY), **options)
     for step in range(2):
-        plain, corrected = [], []
+        plain = []
+        corrected = []
         for moment in (each for each in result.trainer.micro_batches if each.step == step):
             mask = moment.batch["completion_mask"].bool()
             d = (moment.logps - moment.batch["ref_per_token_logps"])[mask]
-            k3, old = (-d).exp() - 1 + d, moment.batch.get("old_per_token_logps", moment.logps)
+            k3 = (-d).exp() - 1 + d
+            old = moment.batch.get("old_per_token_logps", moment.logps)
             plain.append(k3)
             corrected.append((k3 * (moment.logps - old)[mask].exp()).mean().item())
         assert logged(result, "kl/estimate")[step] == pytest.approx(torch.cat(plain).mean().item(), rel=1e-4)
@@ -358,7 +363,8 @@ def test_entropy_filter_equals_that_by_hand(scope, source, renormalize, options)
     )
     moments = result.trainer.micro_batches
     assert len(moments) == 8
-    expected, others = [], []
+    expected = []
+    others = []
     for step in range(4):
         part = [moment for moment in moments if moment.step == step]
         sources = {
@@ -426,7 +432,9 @@ def test_forwards_without_a_gradient_are_made_where_the_update_comes_too_late(op
     class Counting(InjectedOurs):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.passes, self.score, self._policy.score = [0, 0], self._policy.score, self.counted
+            self.passes = [0, 0]
+            self.score = self._policy.score
+            self._policy.score = self.counted
 
         def counted(self, model, *args, **kwargs):
             self.passes[self.state.global_step] += not torch.is_grad_enabled() and model is not self.ref_model
@@ -484,7 +492,8 @@ def test_rewards_are_scaled_by_those_of_the_run_and_then_clipped():
         **options,
         **evaluated,
     )
-    seen, means = [], {True: [], False: []}
+    seen = []
+    means = {True: [], False: []}
 
     def shape(reward):
         return min(max(reward / stdev(seen), 0.5), 1.5)

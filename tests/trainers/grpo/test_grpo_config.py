@@ -298,7 +298,8 @@ def test_config_refuses_groups_across_processes(name, monkeypatch):
 def test_config_of_rloo_corrects_for_vllm_as_that_of_grpo():
     options = {"output_dir": "out", "use_cpu": True, "bf16": False}
     names = [name for name in MultimodalRLOOConfig.__dataclass_fields__ if name.startswith("vllm_importance_sampling")]
-    rloo, grpo = MultimodalRLOOConfig(**options), MultimodalGRPOConfig(**options)
+    rloo = MultimodalRLOOConfig(**options)
+    grpo = MultimodalGRPOConfig(**options)
     assert len(names) == 4 and all(getattr(rloo, name) == getattr(grpo, name) for name in names)
     MultimodalRLOOConfig(**options, vllm_importance_sampling_mode="sequence_truncate")
     for refused, message in (
@@ -386,7 +387,8 @@ POLICY_GRADIENTS = [MultimodalGRPOConfig, MultimodalRLOOConfig, MultimodalPPOCon
 @pytest.mark.parametrize("config_class", [*POLICY_GRADIENTS, MultimodalDPOConfig, MultimodalSFTConfig])
 def test_the_best_checkpoint_of_a_policy_gradient_has_the_highest_reward(config_class, caplog):
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "use_cpu": True, "bf16": False}
-    args, by_reward = config_class("out", **options), config_class in POLICY_GRADIENTS
+    args = config_class("out", **options)
+    by_reward = config_class in POLICY_GRADIENTS
     expected = ("reward", True) if by_reward else ("loss", False)
     assert (args.metric_for_best_model, args.greater_is_better) == expected
     assert ("the highest `eval_reward`" in caplog.text) == by_reward
@@ -547,7 +549,11 @@ def test_help_names_what_is_listed():
     ],
 )
 def test_a_name_is_registered_once(register, table, names):
-    before, own = dict(table), lambda inputs, options: None
+    before = dict(table)
+
+    def own(inputs, options):
+        return None
+
     with pytest.raises(
         ValueError, match=re.escape(f"got the name {[*names.values()][-1]!r}, which is registered already")
     ):

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+from itertools import product
 from statistics import fmean
 
 import pytest
@@ -111,7 +112,8 @@ def generations(trainer, hard):
         part = moments[start : start + args.steps_per_generation]
         step = part[0].step
         draws = [draw for draw in trainer.draws if draw.training and draw.step == step]
-        live, dead = [], []
+        live = []
+        dead = []
         for draw in draws:
             names = keys(draw.batch)
             for i in range(0, len(names), 4):
@@ -183,7 +185,8 @@ def test_batch_is_filled_with_groups_that_have_signal(kind, variant):
     steps = 4 * options.get("num_iterations", 1) * options.get("steps_per_generation", 2) // 2
     result = ours(kind, hard, dynamic_sampling=4, max_steps=steps, **options)
     size = options.get("steps_per_generation", 2)
-    surplus, stale = [], 0
+    surplus = []
+    stale = 0
     found = list(generations(result.trainer, hard))
     assert len(found) == 4
     for i, generation in enumerate(found):
@@ -211,7 +214,8 @@ def hard(index, step):
 
 def test_groups_drawn_at_once_are_on_policy_and_left_over_ones_are_not():
     result = ours("audio", hard, dynamic_sampling=4, max_steps=4)
-    fresh, left_over = [], []
+    fresh = []
+    left_over = []
     for generation in generations(result.trainer, hard):
         drawn_now = completions(generation.live)
         old = by_key(generation.moments, "old_per_token_logps")
@@ -226,7 +230,7 @@ def test_extra_prompts_cover_the_dataset_in_a_seeded_order():
     def extra(**options):
         options = {"dynamic_sampling": 5, "max_steps": 3, **options}
         draws = ours("image", always, Recorded, **options).trainer.draws
-        assert all(len({row["index"] for row in draw.rows[i : i + 4]}) == 1 for draw in draws for i in (0, 4))
+        assert all(len({row["index"] for row in draw.rows[i : i + 4]}) == 1 for draw, i in product(draws, (0, 4)))
         rounds = [draw.rows[i]["index"] for k, draw in enumerate(draws) if k % 5 for i in (0, 4)]
         return rounds
 
@@ -294,7 +298,8 @@ MOVING_REFERENCE = {
 )
 def test_past_groups_replace_dead_ones(kind, options):
     result = ours(kind, hard_later, replay_buffer_size=8, max_steps=3, **options)
-    past, replays = [], 0
+    past = []
+    replays = 0
     for i, generation in enumerate(generations(result.trainer, hard_later)):
         assert len(generation.draws) == 1
         replayed = [group for group in past if group[1] & generation.used]
@@ -360,7 +365,9 @@ def test_media_of_stored_groups_are_used(kind):
             values |= dict(zip_rows(moment.batch, moment.logps))
         return values
 
-    stored, again, changed = update(), update(), update(Inverting())
+    stored = update()
+    again = update()
+    changed = update(Inverting())
     assert stored.keys() == changed.keys() and len(stored) == 8
     assert all(torch.equal(stored[key], again[key]) for key in stored)
     assert all((stored[key] - changed[key]).abs().max() > 1e-3 for key in stored)

@@ -2,6 +2,7 @@
 """What a step doesn't compute changes nothing: updates and metrics equal those of the plain path."""
 
 import functools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,15 +36,16 @@ def trainer_class(kind: str, *, plain: bool, engine: bool = False):
     class Counting(Injected, TRAINERS[kind]):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.n_tokens, self.n_scored = 0, 0
-            self.score, self._policy.score = self._policy.score, self.counting
+            self.n_tokens = 0
+            self.n_scored = 0
+            self.score = self._policy.score
+            self._policy.score = self.counting
             processes = self._policy.processes
-            self.make_dummies, processes.dummies_for_unselected = (
-                processes.dummies_for_unselected,
-                self.without_counting,
-            )
+            self.make_dummies = processes.dummies_for_unselected
+            processes.dummies_for_unselected = self.without_counting
             if engine:
-                self.sampler, self.use_vllm = FromEngine(self), True
+                self.sampler = FromEngine(self)
+                self.use_vllm = True
             decoder = self._unwrapped(self.model).get_decoder()
             decoder.register_forward_pre_hook(self.count, with_kwargs=True)
 
@@ -196,7 +198,8 @@ def longer(kind, name):
     """A subclass whose loss has a further term on all tokens."""
 
     def own(self, *given):
-        output, rollout = getattr(super(subclass, self), name)(*given), getattr(given[-1], "rollout", given[-1])
+        output = getattr(super(subclass, self), name)(*given)
+        rollout = getattr(given[-1], "rollout", given[-1])
         term = 0.5 * (self._scores.logps * rollout.loss_mask).sum() / 100
         return LossOutput(output.loss + term, output.metrics) if name == "_loss" else output + term
 
@@ -204,7 +207,7 @@ def longer(kind, name):
     return subclass
 
 
-TERMS = [("grpo", "listed"), *((kind, name) for kind in ("grpo", "rloo") for name in ("_loss", "_compute_loss"))]
+TERMS = [("grpo", "listed"), *((kind, name) for kind, name in product(("grpo", "rloo"), ("_loss", "_compute_loss")))]
 
 
 @pytest.mark.parametrize(("kind", "own", "budget"), by_turns(TERMS, [48, None]))
@@ -259,7 +262,8 @@ def test_the_ratio_of_what_is_not_forwarded_is_one(kind, options):
     assert norm(plain.update) > 1e-3 and relative_difference(plain.update, ours.update) <= 1e-4
     # VESPO's weight of what isn't forwarded is that of a ratio of 1
     for name, tolerance in (("loss", 1e-4), ("vespo/phi_seq_mean", 0.1))[: 1 + (kind == "grpo")]:
-        expected, found = logged(plain, name), logged(ours, name)
+        expected = logged(plain, name)
+        found = logged(ours, name)
         assert len(found) == 4 and np.allclose(expected, found, rtol=0, atol=tolerance), (name, expected, found)
 
 

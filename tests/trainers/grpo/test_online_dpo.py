@@ -1,6 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Online DPO as an advantage estimator: its gradient and updates are those of DPO's loss and of TRL's trainer."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,7 +71,8 @@ def test_gradient_is_that_of_dpo(kind):
 )
 def test_rewards_that_differ_by_rounding_are_no_pair(rewards, is_pair):
     """As in the other estimators: the tolerance grows with the mean of a group."""
-    rewards, logps = torch.tensor(rewards, dtype=torch.float64), torch.zeros(2, 1)
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    logps = torch.zeros(2, 1)
     arguments = {"rewards": rewards, "group_ids": torch.zeros(2).long(), "mask": torch.ones(2, 1), "kl_coef": 0.1}
     arguments |= {"rewards_per_func": rewards[:, None], "old_logps": logps, "ref_logps": logps}
     for name in ("online_dpo", "online_dpo(loss='ipo')", "group_norm"):
@@ -86,7 +89,7 @@ class Scripted(OnlineDPOTrainer):
     def _generate(self, model, prompts, images=None):
         texts = [self.processing_class.apply_chat_template(prompt, add_generation_prompt=True) for prompt in prompts]
         inputs = self._tokenizer(texts * 2, return_tensors="pt", padding=True, add_special_tokens=False)
-        drawn = [torch.tensor(self._drawn[str(prompt)][half]) for half in range(2) for prompt in prompts]
+        drawn = [torch.tensor(self._drawn[str(prompt)][half]) for half, prompt in product(range(2), prompts)]
         ids, mask = padded(drawn)
         return inputs["input_ids"], inputs["attention_mask"], ids, mask, None
 

@@ -82,8 +82,13 @@ class Slow:
     """Values, advantages and returns of plain models, token by token, on the first draw of a trainer."""
 
     def __init__(self, trainer, policy, reference, backbone, head):
-        args, self.processor, self.backbone, (weight, bias) = trainer.args, trainer.processing_class, backbone, head
-        self.weight, self.bias, drawn = weight[0], bias[0], trainer.draws[0]
+        args = trainer.args
+        self.processor = trainer.processing_class
+        self.backbone = backbone
+        (weight, bias) = head
+        self.weight = weight[0]
+        self.bias = bias[0]
+        drawn = trainer.draws[0]
         self.completions = completions_of(drawn)
         pairs = list(zip(drawn.rows, self.completions, strict=True))
         self.rewards = [None if math.isnan(reward) else reward for (reward,) in drawn.rewards.tolist()]
@@ -107,10 +112,12 @@ class Slow:
 
     def estimate(self, gamma, lam, beta, bootstrap):
         """Returns advantages, not whitened, and returns of each completion's tokens."""
-        advantages, returns = [], []
+        advantages = []
+        returns = []
         for i, completion in enumerate(self.completions):
             follows = self.values[i][-1] if self.cut[i] and bootstrap else 0.0
-            row, running = [], 0.0
+            row = []
+            running = 0.0
             for t in reversed(range(len(completion))):
                 reward = self.rewards[i] or 0.0 if t == len(completion) - 1 else 0.0
                 reward -= beta * (self.logps[i][t] - self.ref_logps[i][t])
@@ -158,15 +165,19 @@ CASES = {
 def test_rollouts_equal_those_of_the_slow_version(name):
     """Updates on them are those by hand, and those of `test_ppo_reference.py`."""
     family, rows, options = CASES[name]
-    shared, copied = options.get("shared_trunk", False), "copy" in name
+    shared = options.get("shared_trunk", False)
+    copied = "copy" in name
     objects = {**moved(family), **({} if shared or copied else {"value_model": critic_of(family)})}
     result = ppo(family, rows(), objects=objects, **{"reward": length_and_sum, **TWICE, **options})
     policy = moved(family)["model"]
     backbone = policy if shared else moved(family, 0.02 if copied else 0.03)["model"]
     head = (torch.zeros(1, 64), torch.zeros(1)) if shared or copied else head_weights()
-    slow, batch = Slow(result.trainer, policy, load(family)[0], backbone, head), result.trainer.draws[0].batch
-    values, advantages = [row[:-1] for row in slow.values], slow.valid(slow.advantages)
-    mean, std = fmean(advantages), pstdev(advantages)
+    slow = Slow(result.trainer, policy, load(family)[0], backbone, head)
+    batch = result.trainer.draws[0].batch
+    values = [row[:-1] for row in slow.values]
+    advantages = slow.valid(slow.advantages)
+    mean = fmean(advantages)
+    std = pstdev(advantages)
     whitened = [[(x - mean) / std for x in row] for row in slow.advantages]
     mask = batch["completion_mask"].bool()
     known = torch.tensor([reward is not None for reward in slow.rewards])[:, None]
@@ -178,7 +189,8 @@ def test_rollouts_equal_those_of_the_slow_version(name):
         expected = [row for row, own in zip(expected, each, strict=True) if own.any()]
         assert batch[name][each].tolist() == pytest.approx(sum(expected, []), rel=1e-4, abs=1e-4), name
     assert not batch["advantages"][~(mask & known)].any()
-    values, returns = slow.valid(values), slow.valid(slow.returns)
+    values = slow.valid(values)
+    returns = slow.valid(slow.returns)
     first, second = result.history[:2]
     for name, numbers in (("values", values), ("returns", returns), ("advantages", advantages)):
         assert first[f"{name}/mean"] == pytest.approx(fmean(numbers), rel=1e-4, abs=1e-5)
@@ -217,7 +229,8 @@ def test_packed_equals_padded(family, rows, shared):
         options = {"beta": 0.2, "bootstrap_truncated": True, "reward": rough, "shared_trunk": shared, **TWICE, **RATES}
         return ppo(family, rows(), objects=objects, packing=packing, **options)
 
-    padded, packed = trained("padded"), trained("prefix")
+    padded = trained("padded")
+    packed = trained("prefix")
     assert all(packed.trainer.scored_packed) and not any(padded.trainer.scored_packed)
     assert_equal(padded, packed, tolerance=3e-5 if family == "llava_onevision" else 1e-5)  # 1.9e-5 with torch 2.11
     for a, b in zip(halves(padded.update), halves(packed.update), strict=True):
@@ -267,7 +280,8 @@ def test_frozen_policy_stays_as_it_is(optimizer, shared):
     assert logged(result, "learning_rate") == pytest.approx([0, 0, 0, 0.01, 0.005])
     assert logged(result, "value_learning_rate") == pytest.approx([0, 0.01, 0.0075, 0.005, 0.0025])
     if optimizer == "adamw":
-        state, groups = result.trainer.optimizer.state, result.trainer.optimizer.param_groups
+        state = result.trainer.optimizer.state
+        groups = result.trainer.optimizer.param_groups
         for group, is_critic in zip(groups, [False, True, False, True], strict=True):
             counts = {int(state[p]["step"]) for p in group["params"] if p in state}
             assert counts == ({5} if is_critic else {3})  # no earlier moments
@@ -396,8 +410,10 @@ def test_reward_model_gives_the_first_values(from_path, tmp_path):
         **ONCE,
     }
     trainer = ppo("gemma3", image_rows(), objects=objects, **options).trainer
-    (drawn,), (_, after) = trainer.draws, trainer.scored
-    processor, cut = trainer.processing_class, 0
+    (drawn,) = trainer.draws
+    (_, after) = trainer.scored
+    processor = trainer.processing_class
+    cut = 0
     for row, completion, value in zip(drawn.rows, completions_of(drawn), after.tolist(), strict=True):
         if completion[-1] == processor.tokenizer.eos_token_id:
             assert value == 0
@@ -425,7 +441,8 @@ def test_critic_is_a_copy_of_the_policy(peft, tmp_path):
 def test_critic_is_what_was_passed(tmp_path):
     """An instance of the policy's class, a critic, and the folder of a critic make the same updates."""
     options = {**TWICE, "max_steps": 1}
-    backbone, critic = moved(FAMILY, 0.03)["model"], critic_of(FAMILY)
+    backbone = moved(FAMILY, 0.03)["model"]
+    critic = critic_of(FAMILY)
     critic.save_pretrained(tmp_path)
     expected = {name: value.clone() for name, value in critic.state_dict().items()}
     from_instance, from_critic, from_path = (
@@ -504,7 +521,8 @@ def test_critic_of_a_quantized_policy(tmp_path):
 
 def value_loss_by_hand(trainer, moment, values):
     """Computes the value loss of a micro-batch token by token, and the number of clipped tokens."""
-    args, batch = trainer.args, moment.batch
+    args = trainer.args
+    batch = moment.batch
     rows = [batch["completion_mask"][i].nonzero().flatten().tolist() for i in range(len(values))]
     scorable = [i for i, flag in enumerate(batch["rewards.scorable"].tolist()) if flag]
     n_scorable = sum(len(rows[i]) for i in scorable)
@@ -622,7 +640,8 @@ def test_groups_that_are_exchanged_keep_values_and_returns():
     assert sum(logged(result, "replay/frac")) > 0 and max(logged(result, "sampling/rounds")) == 2
     trainer = result.trainer
     for name in ("values.old", "values.returns", "advantages", "old_per_token_logps"):
-        drawn, trained = by_key(trainer.draws, name), by_key(trainer.micro_batches, name)
+        drawn = by_key(trainer.draws, name)
+        trained = by_key(trainer.micro_batches, name)
         assert trained.keys() <= drawn.keys()
         assert all(torch.equal(drawn[key], value) for key, value in trained.items())
         assert all(value.any() for value in trained.values())

@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -35,14 +36,12 @@ WITHOUT = {"advantage_estimator": "rloo"}
                 {"advantage_estimator": f"gae({name}={value})"},
                 f"`{name}` of 'gae' must be between 0 and 1, got {value}",
             )
-            for name in ("gamma", "lam")
-            for value in (-0.1, 1.1)
+            for name, value in product(("gamma", "lam"), (-0.1, 1.1))
         ),
         ({"advantage_estimator": "gae(bootstrap=True)"}, "'gae' has no setting 'bootstrap', only ['gamma', 'lam']"),
         *(
             ({name: value}, f"`{name}` must be above 0, got {value}")
-            for name in ("vf_coef", "cliprange_value", "value_learning_rate")
-            for value in (0.0, -1.0)
+            for name, value in product(("vf_coef", "cliprange_value", "value_learning_rate"), (0.0, -1.0))
         ),
         *(
             ({name: value}, f"`{name}` must be at least {least}, got {value}")

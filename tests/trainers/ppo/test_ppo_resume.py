@@ -95,7 +95,8 @@ NOT_COMPARED = {"buffered_inputs", "groups", "metrics"}
 
 @pytest.mark.parametrize(("name", "step"), stops_of(CASES, {"audio", "shared trunk"}))
 def test_resumed_run_is_the_uninterrupted_run(name, step, straight, tmp_path):
-    case, uninterrupted = CASES[name], straight(name)
+    case = CASES[name]
+    uninterrupted = straight(name)
     fresh = case.make(tmp_path).model.state_dict()
     trained = uninterrupted.model.state_dict()
     for part in (True, False):
@@ -105,7 +106,8 @@ def test_resumed_run_is_the_uninterrupted_run(name, step, straight, tmp_path):
         assert any(entry.get(metric, 0) != 0 for entry in uninterrupted.state.log_history), metric
     resumed = case.resume(checkpoint(uninterrupted, step), tmp_path)
     assert resumed.trained_on == rest_of(uninterrupted, step)
-    expected, actual = state(uninterrupted), state(resumed)
+    expected = state(uninterrupted)
+    actual = state(resumed)
     assert [key for key in expected if not equal(expected[key], actual[key])] == []
 
 
@@ -134,7 +136,8 @@ def copied(straight, tmp_path):
 
     def copy(name: str, step: int) -> Path:
         without_manifest = shutil.ignore_patterns("manifest.json")  # which would reveal it
-        source, place = checkpoint(straight(name), step), tmp_path / f"checkpoint-{step}"
+        source = checkpoint(straight(name), step)
+        place = tmp_path / f"checkpoint-{step}"
         return Path(shutil.copytree(source, place, ignore=without_manifest))
 
     return copy
@@ -206,8 +209,10 @@ def test_best_model_is_loaded_with_its_critic(tmp_path):
 )
 def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
     """After the freeze, Adam starts fresh, although a shared trunk had gradients of the values."""
-    n_frozen, n_steps = 3, 4
-    case, options = image_case({}, []), {**options, "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.1}
+    n_frozen = 3
+    n_steps = 4
+    case = image_case({}, [])
+    options = {**options, "warmup_steps": 0, "max_grad_norm": 1e9, "weight_decay": 0.1}
     frozen = case.make(tmp_path, max_steps=n_frozen, freezing_actor_steps=n_frozen, **options)
     before = {name: p.detach().clone() for name, p in frozen.model.named_parameters()}
     frozen.train()
@@ -224,7 +229,8 @@ def test_optimizer_remembers_nothing_of_a_frozen_policy(options, tmp_path):
     group = thawed.optimizer.param_groups[0]
     for name, p in thawed.model.named_parameters():
         if not name.startswith("critic."):
-            state, gradient = thawed.optimizer.state[p], thawed.gradients[name]
+            state = thawed.optimizer.state[p]
+            gradient = thawed.gradients[name]
             assert state["step"] == n_steps - n_frozen
             assert torch.allclose(state["exp_avg"], (1 - group["betas"][0]) * gradient, rtol=1e-5, atol=1e-12), name
 

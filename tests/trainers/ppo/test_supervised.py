@@ -88,7 +88,8 @@ def test_completion_is_that_of_the_chat_template_up_to_its_end(kind, form):
 
 def reshape(row: dict, form: str, kind: str) -> dict:
     """Returns the same row in another accepted form."""
-    question, answer = row["prompt"], row["completion"]
+    question = row["prompt"]
+    answer = row["completion"]
     media = {key: value for key, value in row.items() if key in ("audio", "image")}
     if form == "text":
         return row
@@ -100,7 +101,8 @@ def reshape(row: dict, form: str, kind: str) -> dict:
     placeholder = [{"type": kind}] if media else []
     asked = {"type": "text", "text": question[0]["content"]}
     if form == "inline":
-        placeholder, media = [{"type": k, k: v} for k, v in media.items()], {}
+        placeholder = [{"type": k, k: v} for k, v in media.items()]
+        media = {}
     chat = [{"role": "user", "content": [*placeholder, asked]}, {"role": "assistant", "content": [block]}]
     return {"messages": chat, "prompt": None, "completion": None, **media}
 
@@ -114,7 +116,8 @@ def test_texts_without_media_are_taken_as_they_are():
         assert prompt.input_ids.tolist() == tokenizer(row["prompt"])["input_ids"]
         assert completion == [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
     # A sampled completion can't begin within a token, so the answer is tokenized separately
-    before, answer = "ca", "t"
+    before = "ca"
+    answer = "t"
     assert len(tokenizer(before + answer)["input_ids"]) < sum(len(tokenizer(t)["input_ids"]) for t in (before, answer))
     (prompt,), ids, _ = encoded([{"prompt": before, "completion": answer}], "qwen2_5_vl")
     assert prompt.input_ids.tolist() == tokenizer(before)["input_ids"]
@@ -362,13 +365,15 @@ def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, 
         "ptx_batch_size": 2,
     }
     own = dict(options.pop("objects", {}))
-    data, family = supervised(kind), FAMILY[kind]
+    data = supervised(kind)
+    family = FAMILY[kind]
     objects = {**own, "ptx_dataset": data}
     with_it = run(Supervised, family, POLICY_ROWS[kind](), objects=objects, **options)
     own_options = {**options, "ptx_coef": 0.0, "ptx_batch_size": 1}
     without = run(Supervised, family, POLICY_ROWS[kind](), objects=own, **own_options)
     start = make_trainer(Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **own_options)
-    model, loss = start.model, 0.0
+    model = start.model
+    loss = 0.0
     for place in (0, 2):  # of two micro-batches
         rows = restore_rows(EndlessRows(data, start.args.seed).at(place, 2))
         prompts, _, mask = encoded(rows, family)

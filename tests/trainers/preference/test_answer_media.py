@@ -157,7 +157,8 @@ def test_updates_of_a_reward_model_are_those_of_plain_forwards(family, options, 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer.train()
     chosen, rejected = own_scores(plain, processor, rows)
-    difference, margin = chosen - rejected, torch.tensor([row["margin"] for row in rows])
+    difference = chosen - rejected
+    margin = torch.tensor([row["margin"] for row in rows])
     losses = -logsigmoid(difference - margin)
     losses[1] = losses[1] - logsigmoid(-difference[1] - margin[1])
     losses.mean().backward()
@@ -192,7 +193,8 @@ def test_updates_of_dpo_are_those_of_plain_forwards(family, options, tmp_path):
     """Equation 7 of DPO in float64, over the tokens of text."""
     rows = rows_of(family)
     model, processor = ALL_FAMILIES[family].build()
-    plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval())
+    plain = copy.deepcopy(model).double().eval()
+    reference = shifted(copy.deepcopy(model).double().eval())
     options = {**PLAIN, **IN_ORDER, "router_aux_loss_coef": 0.0, "max_steps": 1, "learning_rate": 0.1, **options}
     args = MultimodalDPOConfig(str(tmp_path), beta=0.3, self_check=False, **options)
     objects = {"ref_model": copy.deepcopy(reference), "processing_class": processor}
@@ -214,10 +216,14 @@ def test_updates_of_dpo_are_those_of_plain_forwards(family, options, tmp_path):
 def test_pictures_attend_to_all_of_themselves_after_text_prompts_of_any_length(family):
     """Pictures of answers and of tools' results, packed, in float64, up to and beyond what shows the masks of text."""
     model, processor = ALL_FAMILIES[family].build()
-    plain, encoder = copy.deepcopy(model).double().eval(), supervised.SupervisedEncoder(processor, model)
+    plain = copy.deepcopy(model).double().eval()
+    encoder = supervised.SupervisedEncoder(processor, model)
     add_fused_head(model.double().eval(), outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
-    reach, word, picture, other = windows_reach(model), text("cat"), *(chats.image(84, 56, seed=i) for i in (1, 2))
+    reach = windows_reach(model)
+    word = text("cat")
+    picture = chats.image(84, 56, seed=1)
+    other = chats.image(84, 56, seed=2)
     n_fixed = len(encoder.encode_preference(supervised.Row(0, pair_of([word], [picture, word], [word])))) - 1
     for length in (reach - 1, reach, reach + 1, 3 * reach):
         asked = [text(" ".join(["cat"] * (length - n_fixed)))]
@@ -236,7 +242,8 @@ def test_pictures_attend_to_all_of_themselves_after_text_prompts_of_any_length(f
         with torch.no_grad():
             packed = completion_scores(model, model, ScoreRequest(conversations, *rows)).logps
             for logps, conversation, completion in zip(packed, conversations, completions, strict=True):
-                sequence, n = torch.cat([pair.input_ids, completion])[None], len(completion)
+                sequence = torch.cat([pair.input_ids, completion])[None]
+                n = len(completion)
                 fields = {
                     name: pad(value, (length, n - len(value)))[None]
                     for name, value in conversation.later.token_fields.items()
@@ -250,7 +257,9 @@ def test_pictures_attend_to_all_of_themselves_after_text_prompts_of_any_length(f
 def test_the_self_check_measures_media_after_a_prompt_longer_than_the_windows(monkeypatch):
     """As of pairs of a first batch with short prompts, and of tools' results after them."""
     model, processor = ALL_FAMILIES["gemma3"].build()
-    encoder, picture, word = supervised.SupervisedEncoder(processor, model), chats.image(84, 56), text("cat")
+    encoder = supervised.SupervisedEncoder(processor, model)
+    picture = chats.image(84, 56)
+    word = text("cat")
     add_fused_head(model.eval(), outputs=("log_probs", "entropy"))
     install_prefix_attention(model)
     policy = PolicyForward(in_float32(), processor)
@@ -370,7 +379,8 @@ def test_media_are_inline_or_in_columns_in_order_of_appearance(as_stored, tmp_pa
 
 @pytest.mark.parametrize("make", TRAINERS)
 def test_the_prompt_is_encoded_once_and_the_self_check_measures_answers(make, tmp_path, monkeypatch):
-    encoded, encode = [], supervised.encode_prompt
+    encoded = []
+    encode = supervised.encode_prompt
     monkeypatch.setattr(supervised, "encode_prompt", lambda *a, **k: encoded.append(1) or encode(*a, **k))
     trainer = make(files(tmp_path), tmp_path, max_steps=1)
     trainer.train()
@@ -426,7 +436,8 @@ def test_a_view_replaces_media_of_the_prompt_alone(precomputes, tmp_path):
     trainer = dpo(files(tmp_path), tmp_path, rejected_view="blank", precompute_ref_log_probs=precomputes, max_steps=1)
     batch = trainer.data_collator(files(tmp_path))
     assert batch["viewed"] == [1, 3]  # whose prompts have an image
-    view, chosen = batch["prompts"][8], batch["prompts"][1]
+    view = batch["prompts"][8]
+    chosen = batch["prompts"][1]
     assert torch.equal(view.later.media["pixel_values"], chosen.later.media["pixel_values"])
     assert not torch.equal(view.media["pixel_values"], chosen.media["pixel_values"])
     trainer.train()
@@ -436,7 +447,8 @@ def test_a_view_replaces_media_of_the_prompt_alone(precomputes, tmp_path):
 def test_max_length_never_cuts_a_medium(tmp_path):
     [row] = files(tmp_path)[:1]
     [pair] = dpo([row] * 4, tmp_path).data_collator([row])["sequences"]
-    end, n = pair.answers["chosen"].media_span[1], len(pair)
+    end = pair.answers["chosen"].media_span[1]
+    n = len(pair)
     for limit in (n + end + 2, n + end, 4):
         for trainer in (dpo, reward):
             [longer] = trainer([row] * 4, tmp_path, max_length=limit).data_collator([row])["sequences"]

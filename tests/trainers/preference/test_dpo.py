@@ -5,6 +5,7 @@ import copy
 import functools
 import math
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -195,7 +196,8 @@ def sums(logps):
 
 def under_view(view, prompt, row):
     """A prompt whose media are decoded media under a view, and whether it replaces any."""
-    parts, index = [], 0
+    parts = []
+    index = 0
     for part in prompt[0]["content"]:
         kind = part["type"]
         if kind != "text":
@@ -227,8 +229,7 @@ VIEWED = {
             pytest.param(
                 {"family": f, "packing": p}, id=f"{f}-{p}", marks=[] if f == "qwen2_5_omni" else pytest.mark.slow
             )
-            for f in ("qwen2_5_omni", "qwen2_audio", "qwen3_vl")
-            for p in ("prefix", "padded")
+            for f, p in product(("qwen2_5_omni", "qwen2_audio", "qwen3_vl"), ("prefix", "padded"))
         ),
         *(
             pytest.param(each, id=name, marks=pytest.mark.slow if i else [])
@@ -246,7 +247,8 @@ def test_updates_are_those_of_the_papers(options, tmp_path):
     prompts, answers, dataset = conversations(family)
     n = len(prompts)
     model, processor = ALL_FAMILIES[family].build()
-    plain, reference = copy.deepcopy(model).double().eval(), shifted(copy.deepcopy(model).double().eval())
+    plain = copy.deepcopy(model).double().eval()
+    reference = shifted(copy.deepcopy(model).double().eval())
     objects = {"model": model.double(), "processing_class": processor, "peft_config": peft_config}
     if peft_config is None:
         objects["ref_model"] = copy.deepcopy(reference)
@@ -269,7 +271,8 @@ def test_updates_are_those_of_the_papers(options, tmp_path):
             by_reference = sums(own_logps(plain if peft_config else reference, processor, prompts, answers))
         return current - by_reference
 
-    chosen, rejected = ratios(prompts, answers[:4]), ratios(prompts, answers[4:])
+    chosen = ratios(prompts, answers[:4])
+    rejected = ratios(prompts, answers[4:])
     expected = -logsigmoid(0.3 * (chosen - rejected))
     log = trainer.state.log_history[0]
     if view:
@@ -299,7 +302,8 @@ def test_updates_are_those_of_the_papers(options, tmp_path):
 
 
 def test_the_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
-    encoded, forwarded = counted_calls(monkeypatch, supervised, "encode_prompt"), []
+    encoded = counted_calls(monkeypatch, supervised, "encode_prompt")
+    forwarded = []
     result = run_ours(image_pairs(4), tmp_path, max_steps=1, self_check=False, precompute_ref_log_probs=True)
     result.model.get_decoder().register_forward_hook(
         lambda module, args, kwargs, output: forwarded.append(kwargs["inputs_embeds"].shape[:2]), with_kwargs=True
@@ -394,7 +398,8 @@ def test_a_view_of_another_row_is_of_the_next_one_with_media(tmp_path):
 
 
 def test_rows_without_media_train_as_without_a_view(tmp_path):
-    rows, options = text_pairs().to_iterable_dataset(), {"max_steps": 1, "media_contribution_steps": 1}
+    rows = text_pairs().to_iterable_dataset()
+    options = {"max_steps": 1, "media_contribution_steps": 1}
     runs = [run_ours(rows, tmp_path, rejected_view=view, **options) for view in (None, "blank")]
     assert torch.equal(*map(weights, runs))
     assert not [name for run in runs for name in run.state.log_history[0] if "view" in name or "media" in name]
@@ -622,7 +627,8 @@ def test_options_of_layout_warn_and_change_nothing(tmp_path, caplog):
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
 @pytest.mark.parametrize("token", ["<|im_start|>", "no token"])
 def test_the_padding_token_is_set_as_by_trl(token, tmp_path):
-    (model, processor), found = load_model("qwen2_5_vl"), []
+    (model, processor) = load_model("qwen2_5_vl")
+    found = []
     for trainer_class, config in ((DPOTrainer, DPOConfig), (MultimodalDPOTrainer, MultimodalDPOConfig)):
         args = config(str(tmp_path), **PLAIN, pad_token=token)
         with (

@@ -4,6 +4,7 @@
 import copy
 import functools
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -144,8 +145,7 @@ SEEDS = {"qwen2_5_omni": 1, "qwen2_audio": 3, "qwen3_vl": 2}  # of references wh
         ("qwen2_5_omni", "prefix"),
         *(
             pytest.param(family, packing, marks=pytest.mark.slow)
-            for family in ("qwen2_5_omni", "qwen2_audio", "qwen3_vl")
-            for packing in ("prefix", "padded")
+            for family, packing in product(("qwen2_5_omni", "qwen2_audio", "qwen3_vl"), ("prefix", "padded"))
             if (family, packing) != ("qwen2_5_omni", "prefix")
         ),
     ],
@@ -153,7 +153,8 @@ SEEDS = {"qwen2_5_omni": 1, "qwen2_audio": 3, "qwen3_vl": 2}  # of references wh
 def test_update_is_that_of_the_paper(family, packing, tmp_path):
     """Compares with equations 7 and 8 in float64, on a plain forward of each prompt with each completion."""
     prompts, answers, dataset = conversations(family)
-    n, good = len(prompts), [i % 3 != 1 for i in range(len(prompts))]
+    n = len(prompts)
+    good = [i % 3 != 1 for i in range(len(prompts))]
     rows = [dataset[i] for i in range(n)]
     rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": good[i]} for i, row in enumerate(rows)]
     dataset = Dataset.from_dict({"n": range(n)})
@@ -194,7 +195,8 @@ def test_update_is_that_of_the_paper(family, packing, tmp_path):
 
 
 def test_a_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
-    encoded, forwarded = counted_calls(monkeypatch, supervised, "encode_prompt"), []
+    encoded = counted_calls(monkeypatch, supervised, "encode_prompt")
+    forwarded = []
     trainer = ours(
         tmp_path, image_rows().select(range(4)), max_steps=1, self_check=False, precompute_ref_log_probs=True
     )
@@ -315,7 +317,8 @@ def test_a_run_is_resumed(tmp_path):
         own = {**objects, "model": copy.deepcopy(model)}
         return make_trainer(MultimodalKTOTrainer, "qwen2_audio", rows, folder, reward=None, objects=own, **options)
 
-    whole, resumed = trainer(tmp_path / "whole"), trainer(tmp_path / "resumed")
+    whole = trainer(tmp_path / "whole")
+    resumed = trainer(tmp_path / "resumed")
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     weights = resumed.model.state_dict()

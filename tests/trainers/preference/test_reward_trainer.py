@@ -70,7 +70,8 @@ def trained(trainer_class, *, margin=False, objects=None, rows=None, **options):
     model, processor = fresh()
     ours = issubclass(trainer_class, MultimodalRewardTrainer)
     objects = {"model": model, "processing_class": processor if ours else processor.tokenizer, **(objects or {})}
-    rows, options = rows or text_pairs(margin=margin), {**IN_ORDER, "learning_rate": 0.03, **options}
+    rows = rows or text_pairs(margin=margin)
+    options = {**IN_ORDER, "learning_rate": 0.03, **options}
     result = run(trainer_class, "qwen2_5_vl", rows, reward=None, objects=objects, **options)
     result.history[-1].pop("total_flos")  # counted by the names of inputs
     return result
@@ -137,7 +138,8 @@ def test_loss_and_gradient_are_those_of_plain_forwards(family, packing, tmp_path
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(rows))
     loss.backward()
     chosen, rejected = own_scores(plain, processor, prompts, answers)
-    difference, margin = chosen - rejected, torch.tensor(MARGINS[: len(rows)])
+    difference = chosen - rejected
+    margin = torch.tensor(MARGINS[: len(rows)])
     losses = -logsigmoid(difference - margin)
     losses[0] = losses[0] - logsigmoid(-difference[0] - margin[0])
     expected = losses.mean() + 0.1 * (chosen + rejected).square().mean()
@@ -265,7 +267,8 @@ def run_ours(rows, folder, family="qwen2_5_vl", objects=None, **options):
 
 
 def test_the_prompt_is_encoded_and_forwarded_once(tmp_path, monkeypatch):
-    encoded, forwarded = [], []
+    encoded = []
+    forwarded = []
     encode = supervised.encode_prompt
     monkeypatch.setattr(
         supervised, "encode_prompt", lambda *args, **kwargs: encoded.append(1) or encode(*args, **kwargs)
@@ -342,10 +345,12 @@ def test_the_folder_is_a_reward_by_name(objects, tmp_path):
     model, processor = load_model("qwen2_5_vl")
     trainer = run_ours(image_pairs(), tmp_path, objects={"model": model, **objects}, max_steps=1)
     trainer.train()
-    folder, rows = str(tmp_path / "my-reward"), image_pairs(4)
+    folder = str(tmp_path / "my-reward")
+    rows = image_pairs(4)
     trainer.save_model(folder)
     trainer.create_model_card()
-    trained, loaded = RewardModel(trainer.model, processor), RewardModel.from_pretrained(folder)
+    trained = RewardModel(trainer.model, processor)
+    loaded = RewardModel.from_pretrained(folder)
     scores = [trained(rows["prompt"], rows[name], image=rows["image"]) for name in ("chosen", "rejected")]
     assert loaded(rows["prompt"], rows["chosen"], image=rows["image"]) == pytest.approx(scores[0], abs=1e-5)
     assert "scores completions" in (tmp_path / "README.md").read_text() and len({*scores[0]}) == 4
@@ -365,7 +370,8 @@ def test_the_folder_is_a_reward_by_name(objects, tmp_path):
     metrics = run_script(tmp_path, f"--reward_model_name_or_path={folder}")["metrics"]
     assert metrics["margin"] == pytest.approx(np.subtract(*scores).mean(), abs=1e-5)
 
-    critic, tokens = Critic.from_pretrained(folder, type(model), dtype=torch.float32), torch.arange(20, 30)[None]
+    critic = Critic.from_pretrained(folder, type(model), dtype=torch.float32)
+    tokens = torch.arange(20, 30)[None]
     assert torch.allclose(critic.eval()(tokens)[:, -1:], trainer.model(input_ids=tokens).logits, atol=1e-5)
     with pytest.raises(ValueError, match="has no trained score"):
         RewardModel.from_pretrained(model.config._name_or_path)

@@ -20,7 +20,9 @@ def test_corrects_for_vllm_as_trls_grpo(mode, tmp_path):
     bounds = {"clip_max": 1.0, "clip_min": 0.001}
     named = {f"vllm_importance_sampling_{name}": value for name, value in {"mode": mode, **bounds}.items()}
     options = {**named, "self_check": False, "max_steps": 1, "beta": 0.0, "learning_rate": 0.0}
-    runs, grpo, rloo = [], MultimodalGRPOTrainer, MultimodalRLOOTrainer
+    runs = []
+    grpo = MultimodalGRPOTrainer
+    rloo = MultimodalRLOOTrainer
     for trainer_class, corrects in ((grpo, True), (rloo, True), (rloo, False)):
         options["vllm_importance_sampling_correction"] = corrects
         trainer = make_trainer(trainer_class, FAMILY, image_rows(), tmp_path, sampler=FromEngine, **options)

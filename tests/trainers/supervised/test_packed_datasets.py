@@ -56,7 +56,8 @@ def test_rows_and_updates_equal_trl(strategy, tmp_path):
 
 def own_loss(model, sequences):
     """Computes the mean loss over all learned tokens, and its gradient, one row at a time."""
-    n, total = sum(int(each.learned[1:].sum()) for each in sequences), 0.0
+    n = sum(int(each.learned[1:].sum()) for each in sequences)
+    total = 0.0
     for sequence in sequences:
         labels = sequence.input_ids.masked_fill(~sequence.learned, -100)
         logits = model(input_ids=sequence.input_ids[None]).logits[0, :-1].double()

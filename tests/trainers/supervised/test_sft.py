@@ -154,7 +154,8 @@ def test_equals_trl(name, tmp_path):
 def own_gradients(family, chats, masks):
     """Computes the loss over all target tokens and its gradient with plain forward passes."""
     model, processor = ALL_FAMILIES[family].build()
-    total, n = 0.0, sum(int(mask[1:].sum()) for mask in masks)
+    total = 0.0
+    n = sum(int(mask[1:].sum()) for mask in masks)
     for chat, mask in zip(chats, masks, strict=True):
         inputs = processor.apply_chat_template([chat], tokenize=True, return_dict=True, return_tensors="pt")
         inputs = inputs.to(model.dtype)  # Llama 4's processor returns bfloat16
@@ -487,7 +488,8 @@ def test_rows_that_max_length_cuts_off_are_dropped_and_counted(form, options, st
     assert sum(entry["media/skipped"] for entry in logs) > 0 < n_dropped < 6
     assert trainer._stream.skipped.keys() == {*range(n_dropped)}
     assert (tmp_path / "skipped_rows.jsonl").read_text().count("leaves none to learn") == n_dropped
-    found, kept = trainer.evaluate(data), trainer.evaluate(data.select(range(n_dropped, 6)))
+    found = trainer.evaluate(data)
+    kept = trainer.evaluate(data.select(range(n_dropped, 6)))
     assert found["eval_loss"] == pytest.approx(kept["eval_loss"]) and kept["eval_media/skipped"] == 0
     is_filtered_before = form == "labels" or "packing" in options
     assert found["eval_media/skipped"] == (0 if is_filtered_before else n_dropped)
@@ -508,7 +510,8 @@ def trl_template(name):
 
 
 # An answer by a template that TRL has: what is learned of it, or why it is refused
-THOUGHT, WRITTEN = {"reasoning_content": "Fur.", "content": "A cat"}, {"content": "<think>\nFur.\n</think>\n\nA cat"}
+THOUGHT = {"reasoning_content": "Fur.", "content": "A cat"}
+WRITTEN = {"content": "<think>\nFur.\n</think>\n\nA cat"}
 SAMPLED = {"content": "Fur.\n</think>\n\nA cat"}  # behind a prompt that opens thoughts
 WHOLE = "Fur.\n</think>\n\nA cat<|im_end|>\n"
 THOUGHTS = {
@@ -527,7 +530,8 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_learned_once_or_refused(name, form, tmp_path):
     template, answer, expected = THOUGHTS[name]
-    asked, answer = {"role": "user", "content": "What is it?"}, {"role": "assistant", **answer}
+    asked = {"role": "user", "content": "What is it?"}
+    answer = {"role": "assistant", **answer}
     row = {"prompt": [asked], "completion": [answer]} if form == "completion" else {"messages": [asked, answer]}
     trainer = make("qwen3_5", Dataset.from_list([row] * 4), tmp_path, trl_template(template), max_steps=1)
     if "<|im_end|>" not in expected:
