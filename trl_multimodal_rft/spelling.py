@@ -244,6 +244,11 @@ def read_settings(cls: Callable[..., T], option: str, text: str) -> T:
     return cls(name, **(settings or {}))
 
 
+def interval_of(annotation: Any) -> str | None:
+    """Returns the interval such as `"[0, 1)"` that an annotation names, if any."""
+    return _types_and_interval(annotation)[1]
+
+
 def _types_and_interval(annotation: type | UnionType) -> tuple[tuple[Any, ...], str | None]:
     """Returns the types that an annotation names, and its interval such as `"[0, 1)"`, if any."""
     interval = None
@@ -278,7 +283,8 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
         if types == (int,) and _is_finite_number(value) and not hasattr(value, "__index__"):
             raise ValueError(f"{name} must be a whole number, got {value}; {remedy}.")
         if interval is not None:
-            check_interval(name, value, interval, remedy)
+            # No whole number is infinite
+            check_interval(name, value, interval.replace("inf]", "inf)") if types == (int,) else interval, remedy)
     elif types == (list[float],):
         wrong = [value]
         if isinstance(value, (list, tuple)):
@@ -294,6 +300,19 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{suggestion}")
 
 
+def interval_words(interval: str) -> str:
+    """Returns what numbers within an interval such as `"[0, 1)"` are: `"at least 0 and below 1"`."""
+    low, high = map(float, interval[1:-1].split(", "))
+    closed_low = interval[0] == "["
+    closed_high = interval[-1] == "]"
+    if low == -math.inf and high == math.inf:
+        return "finite"
+    if high < math.inf and closed_low and closed_high:
+        return f"between {low:g} and {high:g}"
+    words = f"{'at least' if closed_low else 'above'} {low:g}"
+    return words if high == math.inf else f"{words} and {'at most' if closed_high else 'below'} {high:g}"
+
+
 def check_interval(name: str, value: float | None, interval: str, remedy: str) -> None:
     """Raises a `ValueError` about a number outside of an interval such as `"[0, 1)"`."""
     low, high = map(float, interval[1:-1].split(", "))
@@ -302,13 +321,10 @@ def check_interval(name: str, value: float | None, interval: str, remedy: str) -
     if value is not None and (low <= value if closed_low else low < value):
         if value <= high if closed_high else value < high:
             return
-    if high < math.inf and closed_low and closed_high:
-        words = f"between {low:g} and {high:g}"
-    else:
-        words = f"{'at least' if closed_low else 'above'} {low:g}"
-        words += "" if high == math.inf else f" and {'at most' if closed_high else 'below'} {high:g}"
-    words += "" if value is None or math.isfinite(value) else " and finite"
-    words = "finite" if low == -math.inf and high == math.inf else words
+    words = interval_words(interval)
+    takes_infinity = closed_high and high == math.inf
+    if low > -math.inf and not takes_infinity and value is not None and not math.isfinite(value):
+        words += " and finite"
     raise ValueError(f"{name} must be {words}, got {value}; {remedy}.")
 
 

@@ -307,7 +307,7 @@ def test_no_option_is_swallowed_with_the_code_that_reads_it(name):
     """An option that acts only in code of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
     assert not swallowed, (
-        "read them, refuse them in `trainers/base/arguments.py`, or add them to UNREAD, with the reason"
+        "read them, refuse them in `trainers/base/options.py`, or add them to UNREAD, with the reason"
     )
 
 

@@ -409,14 +409,12 @@ def _read_in_called(upstream: Upstream, module: str, call: ast.Call, owners: fro
 TABLES = {
     "trainers.sampling.engine:_ENGINE_OPTIONS": "vllm_",
     "trainers.sampling.engine:_SAMPLING_OPTIONS": "",
-    "trainers.base.arguments:_SPEED_OPTIONS": "",
-    "trainers.base.arguments:LAYOUT_OPTIONS": "",
-    "trainers.base.arguments:UNUSED_OPTIONS": "",
-    "trainers.base.arguments:UNUSED_IN_SAMPLING": "",
+    "trainers.base.options:SPEED_OPTIONS": "",
+    "trainers.base.options:UNUSED_IN_READING": "",
+    "trainers.base.options:UNUSED_IN_SAMPLING": "",
     "trainers.supervised.config:_UNUSED_OPTIONS": "",
     "trainers.preference.dpo_config:_UNUSED_OPTIONS": "",
     "trainers.preference.kto_config:_UNUSED_OPTIONS": "",
-    "trainers.preference.kto_config:_LAYOUT_OPTIONS": "",
     "trainers.preference.reward_config:_UNUSED_OPTIONS": "",
 }
 

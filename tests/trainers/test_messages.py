@@ -73,7 +73,7 @@ WRONG = [
     ({"use_cpu": "true"}, "`use_cpu` must be `True` or `False`, got the text 'true'"),
     ({"learning_rate": -1e-5}, "`learning_rate` must be at least 0, got -1e-05; the default is"),
     ({"learning_rate": float("inf")}, "`learning_rate` must be at least 0 and finite, got inf"),
-    ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0 and finite, got nan"),
+    ({"weight_decay": float("nan")}, "`weight_decay` must be at least 0, got nan"),
     ({"adam_beta2": 1.0}, "`adam_beta2` must be at least 0 and below 1, got 1.0; the default is 0.999."),
     ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be at least 1, got 0"),
     (

@@ -167,7 +167,7 @@ def test_prompts_are_sampled_as_rows_ask_or_refused(name, model, tmp_path):
 @pytest.mark.parametrize("option", ["train_sampling_strategy", "neftune_noise_alpha"])
 def test_options_that_sampling_lacks_are_refused(name, option, model, tmp_path):
     value = {"train_sampling_strategy": "group_by_length", "neftune_noise_alpha": 5.0}[option]
-    with pytest.raises(ValueError, match=f"{option}.* has no effect in training on sampled completions here"):
+    with pytest.raises(ValueError, match=f"{option}.* has no effect here"):
         make(name, model, tmp_path, **{option: value})
 
 

@@ -16,6 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..rewards.named import REWARD_NAMES
 from ..rollout.tools import TOOLS
+from ..trainers.base.options import options_of
 from .registry import LAUNCHED
 
 
@@ -41,13 +42,27 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
     """Returns the options that [`~trl.TrlParser`] makes from the argument classes of a script."""
     hints = {}
     groups = {}
+    checked = {}
     for cls in classes:
         hints |= get_type_hints(cls)
+        checked |= options_of(cls)
         groups |= {spec.name: _group(cls, spec.name) for spec in fields(cls) if spec.init}
     actions = {}
     for action in TrlParser(classes)._actions:
         actions.setdefault(action.dest, action)  # the action of `--no_...` comes second
-    return [_option(actions[name], group, type(None) in get_args(hints[name])) for name, group in groups.items()]
+    rows = []
+    for name, group in groups.items():
+        row = _option(actions[name], group, type(None) in get_args(hints[name]))
+        choices = checked[name].choices or ()
+        if (
+            row["type"] == "str"
+            and row["choices"] is None
+            and choices
+            and all(isinstance(each, str) for each in choices)
+        ):
+            row["choices"] = [*choices]
+        rows.append({**row, "interval": checked[name].interval})
+    return rows
 
 
 def _option(action: argparse.Action, group: str, optional: bool) -> dict[str, Any]:

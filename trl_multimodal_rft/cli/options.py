@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..paths import local_path
-from ..spelling import did_you_mean, read_json
+from ..spelling import check_interval, did_you_mean, interval_words, read_json
 from .errors import one_line
 
 
@@ -440,6 +440,10 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     convert: Callable[[str], Value] = {"int": int, "float": float, "bool": _parse_bool, "json": parse_json}.get(
         type_name, str
     )
+    interval = option.get("interval")
+    if interval is not None:
+        text += f" Must be {interval_words(interval)}."
+        convert = _within(convert, interval, option["default"])
     if option["optional"] and type_name != "str":
         convert = _or_none(convert)
     is_launch = option["group"] == "launch"
@@ -475,6 +479,22 @@ def parse_json(text: str) -> Value:
 # Messages of argparse show these names
 _parse_bool.__name__ = "bool"
 parse_json.__name__ = "json"
+
+
+def _within(convert: Callable[[str], Value], interval: str, default: Value) -> Callable[[str], Value]:
+    """Returns a converter that refuses numbers outside of an interval."""
+
+    def read(text: str) -> Value:
+        value = convert(text)
+        if isinstance(value, (int, float)):
+            try:
+                check_interval("it", value, interval, f"the default is {default}")
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    read.__name__ = convert.__name__
+    return read
 
 
 def _or_none(convert: Callable[[str], Value]) -> Callable[[str], Value]:

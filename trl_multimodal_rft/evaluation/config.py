@@ -6,8 +6,33 @@ from typing import Annotated, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
-from ..trainers.base.arguments import check_values, help_from_docstring
+from ..trainers.base.conflicts import Conflicts, raise_first
+from ..trainers.base.options import check_values, help_from_docstring
 from ..views.views import as_view
+
+
+def _conflicts_of_samples(config: "EvaluationConfig") -> Conflicts:
+    """Returns conflicts of the number of samples with what is counted, and of an ablation with its view."""
+    sizes = [("pass_at", k) for k in config.pass_at]
+    sizes += [("majority_at", k) for k in config.majority_at or ()]
+    return [
+        (
+            config.num_samples > 1 and config.temperature == 0,
+            f"`num_samples` is {config.num_samples}, but greedy decoding gives the same completion every time; set a "
+            "`temperature`.",
+        ),
+        *(
+            (
+                not 1 <= k <= config.num_samples,
+                f"`{name}` has {k}, but its values must be between 1 and `num_samples` ({config.num_samples}).",
+            )
+            for name, k in sizes
+        ),
+        (
+            config.ablate is not None and not as_view(config.ablate_with).applies_to(config.ablate),
+            f"`ablate_with={config.ablate_with!r}` has no effect on `ablate={config.ablate!r}`; name another view.",
+        ),
+    ]
 
 
 @help_from_docstring
@@ -105,25 +130,9 @@ class EvaluationConfig:
     use_audio_in_video: bool | None = None
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ValueError(f"`temperature` is {self.temperature}; set it to 0 for greedy decoding, or above 0.")
         check_values(self)
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"`num_samples` is {self.num_samples}, but greedy decoding gives the same completion every time; set "
-                "a `temperature`."
-            )
         if self.majority_at is None:
             self.majority_at = [k for k in self.pass_at if k > 1]
-        for name in ("pass_at", "majority_at"):
-            for k in getattr(self, name):
-                if not 1 <= k <= self.num_samples:
-                    raise ValueError(
-                        f"`{name}` has {k}, but its values must be between 1 and `num_samples` ({self.num_samples})."
-                    )
+        raise_first(_conflicts_of_samples(self))
         check_ignored(self.ignored_media_columns)
         MediaRules(**budgets_of(self))  # the constructor checks the budgets
-        if self.ablate is not None and not as_view(self.ablate_with).applies_to(self.ablate):
-            raise ValueError(
-                f"`ablate_with={self.ablate_with!r}` has no effect on `ablate={self.ablate!r}`; name another view."
-            )

@@ -21,7 +21,7 @@ from ..encoding.media import budgeted_size
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
-from ..trainers.base.arguments import as_names
+from ..trainers.base.options import as_names
 from ..versions import cache_name
 from ..views.options import LossView, view_option
 

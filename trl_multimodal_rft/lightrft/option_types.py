@@ -4,10 +4,12 @@
 from typing import Annotated, Any
 
 from ..spelling import check_value
+from ..trainers.base.options import options_of
+from ..trainers.ppo.config import MultimodalPPOConfig
 
 
 _FLAGS = """
-gradient_checkpointing enable_engine_sleep disable_ds_ckpt bf16 use_kl_loss use_kl_estimator_k3 advantages_norm
+bf16 use_kl_loss use_kl_estimator_k3 advantages_norm
 no_advantage_std_norm reward_running_norm reward_running_norm_minus_mean overlong_buffer use_cpg_loss use_gspo
 enable_ema gradient_checkpointing_use_reentrant load_checkpoint buffer_cpu_offload dataloader_pin_memory save_hf_ckpt
 flash_attn packing_samples load_in_4bit fused_linear_logprob disable_logprobs_flashattn text_only
@@ -24,16 +26,39 @@ pretrain_data_probs pretrain_split input_key output_key images_key reference_key
 system_prompt_path adam_betas reward_clip_range
 """
 _COUNTS = """
-max_epochs n_samples_per_prompt micro_train_batch_size generate_max_len engine_tp_size train_batch_size
-rollout_batch_size prompt_max_len micro_rollout_batch_size overlong_buffer_len kl_horizon max_samples max_eval_samples
-max_len chunk_size num_trajectories_to_save plot_every logging_steps zpg sp_size initial_model_shard_size lora_alpha
-max_pixels
+n_samples_per_prompt train_batch_size rollout_batch_size prompt_max_len micro_rollout_batch_size
+overlong_buffer_len kl_horizon max_samples max_eval_samples max_len chunk_size num_trajectories_to_save plot_every logging_steps zpg sp_size
+initial_model_shard_size lora_alpha max_pixels
 """
 _FROM_ZERO = """
-actor_learning_rate critic_learning_rate l2 aux_loss_coef init_kl_coef eps_clip reward_clip advantage_clip
-overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem ptx_coef
+critic_learning_rate reward_clip advantage_clip overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem
 """
 
+# Fields that take the values of options as they are. `PPOTrainerVL` has some of these options as arguments.
+OPTIONS = {
+    "save_path": "output_dir",
+    "num_episodes": "num_train_epochs",
+    "max_epochs": "num_ppo_epochs",
+    "n_samples_per_prompt": "num_generations",
+    "micro_train_batch_size": "per_device_train_batch_size",
+    "generate_max_len": "max_completion_length",
+    "actor_learning_rate": "learning_rate",
+    "critic_learning_rate": "value_learning_rate",
+    "lr_warmup_ratio": "warmup_steps",
+    "l2": "weight_decay",
+    "max_norm": "max_grad_norm",
+    "eps_clip": "epsilon",
+    "aux_loss_coef": "router_aux_loss_coef",
+    "engine_tp_size": "vllm_tensor_parallel_size",
+    "engine_mem_util": "vllm_gpu_memory_utilization",
+    "enable_engine_sleep": "vllm_enable_sleep_mode",
+    "max_ckpt_num": "save_total_limit",
+    "disable_ds_ckpt": "save_only_model",
+    "wandb_run_name": "run_name",
+    **{name: name for name in ("seed", "bf16", "gradient_checkpointing", "temperature", "reward_clip_range")},
+    **{name: name for name in ("ptx_coef", "kl_target", "logging_steps")},
+    "init_kl_coef": "beta",
+}
 # Names of options by their type, with the range of numbers. Texts have no check of their own here
 _NAMES_BY_TYPE: list[tuple[Any, str]] = [
     (bool, _FLAGS),
@@ -46,16 +71,18 @@ _NAMES_BY_TYPE: list[tuple[Any, str]] = [
     (float, "save_steps"),
     (Annotated[float, "[0, inf)"], _FROM_ZERO),
     (Annotated[float, "[0, inf]"], "max_norm kl_target"),
-    (Annotated[float, "(0, inf)"], "num_episodes temperature fps"),
+    (Annotated[float, "(0, inf)"], "num_episodes fps"),
     (Annotated[float, "(0, inf]"], "value_clip"),
     (Annotated[float, "[0, 1]"], "gamma lambd high_entropy_token_ratio"),
     (Annotated[float, "[0, 1)"], "lr_warmup_ratio lora_dropout"),
     (Annotated[float, "(0, 1)"], "ema_beta"),
-    (Annotated[float, "(0, 1]"], "top_p engine_mem_util"),
+    (Annotated[float, "(0, 1]"], "top_p"),
 ]
 TYPES: dict[str, Any] = {}  # type of each option
 for _annotation, _names in _NAMES_BY_TYPE:
     TYPES.update(dict.fromkeys(_names.split(), _annotation))
+# Those of a field of the config with the same limits
+TYPES |= {name: options_of(MultimodalPPOConfig)[OPTIONS[name]].annotation for name in OPTIONS.keys() - TYPES.keys()}
 
 # Texts that say whether an option is on, but would all switch it on
 _WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "0", "1", "")

@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from ..algorithms.advantages import ALIASES, ESTIMATORS, as_estimator
 from ..spelling import check_choice, did_you_mean, join_settings, split_settings
 from ..trainers.checkpoints.files import checkpoints
-from .option_types import check_option
+from .option_types import OPTIONS, check_option
 from .strategy_object import Strategy
 from .trainer.experience_config import NORMALIZED
 
@@ -43,31 +43,6 @@ class Rule:
         return self.convert(options[name], options)
 
 
-# Fields that take the values of options as they are. `PPOTrainerVL` has some of these options as arguments.
-OPTIONS = {
-    "save_path": "output_dir",
-    "num_episodes": "num_train_epochs",
-    "max_epochs": "num_ppo_epochs",
-    "n_samples_per_prompt": "num_generations",
-    "micro_train_batch_size": "per_device_train_batch_size",
-    "generate_max_len": "max_completion_length",
-    "actor_learning_rate": "learning_rate",
-    "critic_learning_rate": "value_learning_rate",
-    "lr_warmup_ratio": "warmup_steps",
-    "l2": "weight_decay",
-    "max_norm": "max_grad_norm",
-    "eps_clip": "epsilon",
-    "aux_loss_coef": "router_aux_loss_coef",
-    "engine_tp_size": "vllm_tensor_parallel_size",
-    "engine_mem_util": "vllm_gpu_memory_utilization",
-    "enable_engine_sleep": "vllm_enable_sleep_mode",
-    "max_ckpt_num": "save_total_limit",
-    "disable_ds_ckpt": "save_only_model",
-    "wandb_run_name": "run_name",
-    **{name: name for name in ("seed", "bf16", "gradient_checkpointing", "temperature", "reward_clip_range")},
-    **{name: name for name in ("ptx_coef", "kl_target", "logging_steps")},
-    "init_kl_coef": "beta",
-}
 # Values where a script lacks the option, as in LightRFT
 DEFAULTS = {
     "advantage_estimator": "gae",

@@ -428,7 +428,7 @@ def test_rows_are_refused_by_name(name, tmp_path):
         (
             text_pairs(2),
             {"train_sampling_strategy": "group_by_length"},
-            "`train_sampling_strategy='group_by_length'` has no effect in training of reward models here",
+            "`train_sampling_strategy='group_by_length'` has no effect here",
         ),
         (text_pairs(2), {"packing": "rows"}, "`packing`"),
     ],

@@ -12,8 +12,7 @@ from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimato
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
 from ...spelling import check_choice, check_interval, split_settings
-from ...trainers.base.arguments import check_values
-from ...trainers.base.multimodal_config import check_range
+from ...trainers.base.options import check_values
 
 
 # Estimators that compare the completions of a prompt, and all estimators of the maker
@@ -101,7 +100,6 @@ class ExperienceConfig:
             )
         if self.soft_overlong_cache is not None and self.soft_overlong_cache < 1:
             raise ValueError(f"`soft_overlong_cache` must be at least 1, got {self.soft_overlong_cache}.")
-        check_range(self, "reward_clip_range")
         users = {"bootstrap_truncated": ("gae",), "no_advantage_std_norm": NORMALIZED}
         for name, estimators in users.items():
             if getattr(self, name) and self.estimator.name not in estimators:

@@ -1,18 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Checks of the names, types and ranges of TRL's and this package's arguments."""
 
-import functools
 import inspect
-import logging
-import math
 import os
-import re
 import tempfile
-import typing
-from collections.abc import Generator, Sequence
-from dataclasses import fields
-from types import MappingProxyType, NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import ParallelismConfig
@@ -20,9 +13,8 @@ from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
-from ...credentials import without_credentials
 from ...paths import check_not_overwritten
-from ...spelling import check_value, did_you_mean, read_json
+from ...spelling import did_you_mean
 
 
 if TYPE_CHECKING:
@@ -30,89 +22,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-# Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
-_NAMES_BY_INTERVAL = {
-    "[0, inf]": (
-        "adam_epsilon dataloader_num_workers dataset_num_proc epsilon epsilon_high off_policy_mask_threshold "
-        "router_aux_loss_coef vllm_importance_sampling_clip_min weight_decay"
-    ),
-    "(-inf, inf)": (
-        "data_seed entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target "
-        "f_alpha_divergence_coef"
-    ),
-    "[0, inf)": (
-        "beta center_rewards_coefficient desirable_weight learning_rate neftune_noise_alpha num_train_epochs "
-        "undesirable_weight vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos warmup_steps"
-    ),
-    "(0, inf]": "delta sapo_temperature_neg sapo_temperature_pos vllm_importance_sampling_clip_max",
-    "(0, inf)": "discopop_tau repetition_penalty temperature",
-    "[1, inf]": (
-        "eval_accumulation_steps generation_batch_size gradient_accumulation_steps max_completion_length "
-        "num_generations_eval num_iterations per_device_eval_batch_size per_device_train_batch_size "
-        "precompute_ref_batch_size ref_model_sync_steps steps_per_generation vllm_max_model_length "
-        "vllm_tensor_parallel_size"
-    ),
-    "[-1, inf]": "top_k",
-    "[0, 1]": "label_smoothing ld_alpha min_p ref_model_mixup_alpha",
-    "[0, 1)": "adam_beta1 adam_beta2",
-    "(0, 1]": "top_entropy_quantile top_p vllm_gpu_memory_utilization",
-}
-# Choices of TRL's and transformers' arguments whose annotations lack them
-_LOG_LEVELS = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
-_CHOICES = {
-    "log_level": _LOG_LEVELS,
-    "log_level_replica": _LOG_LEVELS,
-    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
-    "packing_strategy": Literal["bfd", "bfd_split", "wrapped"],
-    "scale_rewards": Literal["group", "batch", "none", True, False],
-    "train_sampling_strategy": Literal["random", "sequential", "group_by_length"],
-    "truncation_mode": Literal["keep_start", "keep_end"],
-    "vllm_mode": Literal["server", "colocate"],
-}
-_INTERVALS: dict[str, str] = {}
-for _interval, _names in _NAMES_BY_INTERVAL.items():
-    _INTERVALS |= dict.fromkeys(_names.split(), _interval)
-_NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL's annotations lack it
-
-# Options with a dictionary in JSON whose other texts are the path of a file, or have an error of their own
-_OTHER_TEXTS = ("accelerator_config", "deepspeed", "fsdp_config", "learning_rates")
-
-# Remedies in error messages. For all other arguments, the remedy is the default value
-_REMEDIES = {
-    "temperature": "set a low temperature such as 0.1, since completions of a prompt must differ; `trl-multimodal-rft "
-    "evaluate` decodes greedily",
-    "top_entropy_quantile": "1 trains on all tokens",
-    "top_k": "0 samples from all tokens",
-    "top_p": "1 samples from all tokens",
-}
-
-
-# A table of conditions of which none may be true, and messages about them
-Conflicts = Sequence[tuple[bool, str]]
-
-
-def raise_first(conflicts: Conflicts) -> None:
-    """Raises a `ValueError` with the message of the first condition that is true."""
-    for is_true, message in conflicts:
-        if is_true:
-            raise ValueError(message)
-
-
-def help_from_docstring(config_class: type) -> type:
-    """Fills in the missing help texts of a config's fields from its docstring, and returns the class."""
-    text = inspect.cleandoc(config_class.__doc__ or "")
-    # Pairs of a parameter's name and its description, the lines below `name (type):` that are indented further
-    descriptions = dict(re.findall(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", text, re.MULTILINE))
-    for option in fields(config_class):
-        if option.name in descriptions and "help" not in option.metadata:
-            description = " ".join(descriptions[option.name].split())
-            # Replaces links by their texts, and keeps the brackets of lists
-            description = re.sub(r"\[([^\]]*)\]\([^)]*\)|\[(`~?[\w.]+`)\]", r"\1\2", description)
-            description = description.replace("`~", "`").replace("$\\lambda$", "lambda")
-            option.metadata = MappingProxyType({**option.metadata, "help": description})
-    return config_class
-
 
 # Remedies for keyword arguments that these trainers don't have
 _KEYWORD_REMEDIES = {
@@ -144,179 +53,6 @@ class CheckedKeywords:
         instance = super().__new__(cls)
         instance.passed = frozenset(kwargs)
         return instance
-
-
-def as_names(value: str | list[str] | None) -> list[str] | None:
-    """Returns the distinct names in comma-separated text, or in a list of such texts, or `None` if there are none."""
-    texts = [value] if isinstance(value, str) else value or []
-    names = [name.strip() for name in ",".join(texts).split(",")]
-    return list(dict.fromkeys(filter(None, names))) or None
-
-
-def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
-    """Raises a `ValueError` if the `dtype` in `kwargs`, the arguments of `from_pretrained`, isn't a dtype of torch."""
-    dtype = (kwargs or {}).get("dtype", "auto")
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(dtype.lower())
-        remedy = f"Did you mean '{full_name}'?" if full_name else "Write 'float32', 'bfloat16', 'float16' or 'auto'."
-        raise ValueError(f"`{option}` has the dtype {dtype!r}, which torch doesn't have. {remedy}")
-
-
-def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
-    """
-    Raises a `ValueError` if one of a config's dictionaries is of another type, or a text that isn't JSON, see
-    [`~spelling.read_json`]. transformers would keep a text that doesn't start with a brace, and its error for other
-    texts doesn't name the option. Strips whitespace around JSON.
-
-    Args:
-        config ([`~transformers.TrainingArguments`]): Config, changed in place.
-        names (`Sequence[str]`): Options that take dictionaries.
-    """
-    for name in names:
-        text = getattr(config, name)
-        if not isinstance(text, (str, dict, NoneType)) and name not in _OTHER_TEXTS:
-            raise ValueError(f"`{name}` must be a dictionary, got {text!r:.60}; correct or remove it.")
-        if not isinstance(text, str) or not text.strip() or (name in _OTHER_TEXTS and not text.startswith("{")):
-            continue
-        try:
-            problem = "" if isinstance(read_json(text), dict) else "it is no dictionary"
-        except ValueError as error:
-            problem = str(error)
-        if problem:
-            raise ValueError(
-                f"`{name}` must be a dictionary, in JSON such as '{{\"option\": 1}}', got the text "
-                f"{without_credentials(text)!r} ({without_credentials(problem)}); correct or remove it."
-            )
-        setattr(config, name, text.strip())  # transformers looks for the brace at the start
-
-
-def as_rates(value: Any) -> dict[str, float] | None:
-    """Returns `learning_rates` with texts such as YAML's "2e-6" converted to numbers, or `None` if it is empty."""
-    if not value:
-        return None
-    try:
-        rates = {str(key): math.nan if isinstance(rate, bool) else float(rate) for key, rate in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f"`learning_rates` must be a dictionary of numbers, such as {{'vision_tower': 2e-6}}, got {value!r}."
-        ) from None
-    for key, rate in rates.items():
-        if not 0 < rate < math.inf:
-            raise ValueError(f"`learning_rates[{key!r}]` must be above 0, got {rate}; `freeze` keeps a part as it is.")
-    return rates
-
-
-def check_padding(multiple: int | str | None) -> None:
-    """
-    Raises a `ValueError` if `pad_to_multiple_of` is neither "auto" nor `None` nor a whole number above 0. Commands
-    pass the last two as texts.
-    """
-    text = str(multiple).lower()
-    is_number = text.isdecimal() and int(text) > 0
-    if not is_number and text not in ("auto", "none", "null"):
-        raise ValueError(
-            f"`pad_to_multiple_of` must be a whole number above 0, 'auto' or `None`, got {multiple!r}; 'auto' pads to "
-            "the longest row on all devices but those of Neuron."
-        )
-
-
-class Needs:
-    """Annotation of a config's field that has no effect unless one of the named options is set, or has its value."""
-
-    def __init__(self, *names: str, **values: str):
-        self.names = names
-        self.values = values
-
-    def check(self, option: str, config: object) -> None:
-        """Raises a `ValueError` if a config sets none of the named options."""
-        has_value = any(getattr(config, name) == value for name, value in self.values.items())
-        if not has_value and not any(getattr(config, name) for name in self.names):
-            spellings = [*self.names, *(f"{name}={value!r}" for name, value in self.values.items())]
-            names = " or ".join(f"`{spelling}`" for spelling in spellings)
-            raise ValueError(f"`{option}` has no effect without {names}; set {names} or remove it.")
-
-
-def check_values(config, values: dict[str, Any] | None = None, label: str = "{}") -> None:
-    """
-    Checks the types and ranges of a config's fields, or of `values`, which are other values for some of the fields.
-    `label` formats the names of fields in messages. Also raises an error if a field has no effect without other
-    options, see [`Needs`].
-    """
-    values = vars(config) if values is None else values
-    annotations = _annotations(type(config))
-    for option in fields(config):
-        if option.name not in values or values[option.name] is None and option.name in _NONE_ALLOWED:
-            continue
-        annotation = annotations[option.name]
-        remedy = f"the default is {option.default}"
-        # `_REMEDIES` has values within `_INTERVALS`, which a config with another interval may exclude
-        if _INTERVALS.get(option.name) in getattr(annotation, "__metadata__", ()):
-            remedy = _REMEDIES.get(option.name, remedy)
-        check_value(f"`{label.format(option.name)}`", values[option.name], annotation, remedy)
-        for constraint in getattr(annotation, "__metadata__", ()):
-            if isinstance(constraint, Needs) and values[option.name] != option.default:
-                constraint.check(option.name, config)
-
-
-@functools.cache
-def _annotations(config_class: type) -> dict[str, Any]:
-    """Adds the intervals and choices of TRL's and transformers' arguments."""
-    hints = typing.get_type_hints(config_class, include_extras=True)
-    hints |= {name: choices for name, choices in _CHOICES.items() if name in hints}
-    names_without_interval = {
-        name for name, hint in hints.items() if name in _INTERVALS and typing.get_origin(hint) is not Annotated
-    }
-    return {
-        name: Annotated[hint, _INTERVALS[name]] if name in names_without_interval else hint
-        for name, hint in hints.items()
-    }
-
-
-def warn_of_rates(config: TrainingArguments) -> None:
-    """Warns of a run without steps, and of a learning rate that no model survives."""
-    # Accelerate's logger needs its state, which doesn't exist yet
-    plain_logger = logging.getLogger(__name__)
-    if config.num_train_epochs == 0 and config.max_steps <= 0:
-        plain_logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
-    if config.learning_rate > 1:
-        plain_logger.warning(
-            f"`learning_rate={config.learning_rate:g}` is far above any that trains a model; write 1e-6 for 0.000001."
-        )
-
-
-# Options that concern speed alone and have no effect, with their neutral values, and what happens here instead
-_SPEED_OPTIONS = {
-    "dataloader_in_order": ((True,), "rows always come in the order of the sampler"),
-    "dataloader_multiprocessing_context": ((None, "fork"), "processes that read rows ahead are forked"),
-    "dataloader_persistent_workers": ((False,), "processes that read rows ahead live as long as the run, or an epoch"),
-    "dataloader_prefetch_factor": ((None,), "`media_prefetch` says how many batches are read ahead"),
-    "use_liger_kernel": (
-        (False,),
-        "the forward of this package scores packed rows; to fuse operations of layers, set `torch_compile=True`",
-    ),
-}
-
-
-def warn_of_speed_options(config: TrainingArguments) -> None:
-    """Warns of options of speed that have no effect, and sets them to their neutral values."""
-    for name, (neutral, reason) in _SPEED_OPTIONS.items():
-        value = getattr(config, name, neutral[0])  # versions of transformers differ in their options
-        if value not in neutral:
-            setattr(config, name, neutral[0])
-            # Accelerate's logger needs its state, which doesn't exist yet
-            logging.getLogger(__name__).warning(f"`{name}={value!r}` has no effect here: {reason}.")
-
-
-def check_generation_kwargs(config, names: set[str] | None) -> None:
-    """Raises a `ValueError` if `generation_kwargs` has a name outside `names` (unless `None`) or an invalid value."""
-    options = config.generation_kwargs or {}
-    for name in options:
-        if names is not None and name not in names:
-            raise ValueError(
-                f"`generation_kwargs` has {name!r}, which is no option of `transformers.GenerationConfig`; correct or "
-                f"remove it.{did_you_mean(name, names)}"
-            )
-    check_values(config, options, "generation_kwargs[{!r}]")
 
 
 def check_instances(**arguments: Any) -> None:
@@ -449,71 +185,6 @@ def check_output_dir(folder: str, model: str | None = None) -> None:
             f"`output_dir={folder!r}` can't be written to ({error.strerror}); name another folder, or allow writing "
             "there."
         ) from error
-
-
-# Options of TRL about speed and the layout of batches, which change no result. The trainers on datasets with
-# completions (SFT, DPO, KTO, reward models) don't use them, and warn of values that aren't neutral
-LAYOUT_OPTIONS = {
-    "dataset_num_proc": (
-        (None,),
-        "rows are encoded when they are read; to use more processes, raise `dataloader_num_workers`",
-    ),
-    "pad_to_multiple_of": ((None, "auto"), "rows are padded only to the longest row of a batch"),
-    "padding_free": ((False,), "`packing` lays rows out without padding"),
-    "include_num_input_tokens_seen": (("no", False), "the metric `num_tokens` counts them"),
-}
-
-# Further options that these trainers don't use, with their neutral values, and the reason why other values raise an
-# error
-UNUSED_OPTIONS = {
-    "train_sampling_strategy": (
-        ("random", "sequential"),
-        "lengths aren't known before rows are read; to bound the tokens of a forward, set `max_tokens_per_microbatch`",
-    ),
-}
-
-# As `UNUSED_OPTIONS`, of the trainers that sample completions
-UNUSED_IN_SAMPLING = {
-    "train_sampling_strategy": (
-        ("random",),
-        "`shuffle_dataset` says whether rows are shuffled, and lengths aren't known before completions are sampled",
-    ),
-    "neftune_noise_alpha": (
-        (None,),
-        "completions would be sampled by another policy than the one whose log-probabilities are trained",
-    ),
-}
-
-
-def check_unused(
-    args: TrainingArguments,
-    options: dict[str, tuple[tuple, str]],
-    method: str,
-    layout_options: dict[str, tuple[tuple, str]] = LAYOUT_OPTIONS,
-) -> None:
-    """
-    Raises a `ValueError` for options that the method doesn't use, unless they have a neutral value. Only warns of
-    `layout_options`, and sets them to their neutral value.
-    """
-    for name, (neutral, reason) in layout_options.items():
-        value = getattr(args, name, neutral[0])
-        if value not in neutral:
-            setattr(args, name, neutral[0])
-            logger.warning_once(f"`{name}={value!r}` has no effect in {method} here: {reason}.")
-    for name, (neutral, reason) in options.items():
-        if getattr(args, name, neutral[0]) not in neutral:  # not every config has every option
-            raise ValueError(
-                f"`{name}={getattr(args, name)!r}` has no effect in {method} here, so remove it: {reason}."
-            )
-
-
-def check_noise(args: TrainingArguments, packs: bool | None, remedy: str) -> None:
-    """Raises a `ValueError` for `neftune_noise_alpha` with packed rows."""
-    if args.neftune_noise_alpha is not None and packs:
-        raise ValueError(
-            "The noise of `neftune_noise_alpha` depends on the length of a row, which isn't known in packed rows; "
-            f"{remedy}, or remove it."
-        )
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -3,35 +3,39 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from accelerate.logging import get_logger
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from ...data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ...data.rows.unread import check_ignored
 from ...reporting.trackers import check_trackers, tracker_names
-from ...views.options import ContrastView, RolloutView, as_schedule, view_option
-from .arguments import (
+from ...views.options import ContrastView, RolloutView, view_option
+from .arguments import CheckedKeywords
+from .batch_sizes import batch_options, check_batches
+from .conflicts import Conflicts, conflicts_of_engine, conflicts_of_groups, conflicts_of_staleness, conflicts_of_views
+from .options import (
+    SPEED_OPTIONS,
     UNUSED_IN_SAMPLING,
-    CheckedKeywords,
+    Ascending,
     Needs,
+    Unused,
     as_names,
     as_rates,
     check_dtype,
     check_generation_kwargs,
     check_json,
     check_padding,
-    check_unused,
     check_values,
     help_from_docstring,
+    settle_unused,
     warn_of_rates,
-    warn_of_speed_options,
 )
-from .batch_sizes import batch_options, check_batches
 
 
 logger = logging.getLogger(__name__)
@@ -145,6 +149,10 @@ class MediaArguments(CheckedKeywords, _Config):
     use_audio_in_video: bool = False
 
     takes_prompt_learning = False  # whether the trainer scores rows with PEFT's virtual tokens before the prompt
+    # The method's part of the table of options
+    _annotations: ClassVar[dict[str, Any]] = {}  # of TRL's options
+    _unused: ClassVar[dict[str, Unused]] = {}
+    _conflicts: ClassVar[tuple[Callable[[Any], Conflicts], ...]] = ()
 
     def __post_init__(self):
         # transformers reads these fields from JSON, too
@@ -160,7 +168,7 @@ class MediaArguments(CheckedKeywords, _Config):
         check_trackers(self.report_to)
         self.report_to = [*tracker_names(self.report_to)]
         warn_of_rates(self)
-        warn_of_speed_options(self)
+        settle_unused(self, SPEED_OPTIONS, logger.warning)
         if self.ddp_find_unused_parameters is None:
             # The loss reaches all trained weights. DDP would search for others in each step, and warn of finding none
             self.ddp_find_unused_parameters = False
@@ -177,6 +185,7 @@ class MediaArguments(CheckedKeywords, _Config):
                 "float32, or set `use_cpu=True` to compute in bfloat16 on the CPU, which is slow."
             )
         super().__post_init__()
+        settle_unused(self, self._unused, get_logger(__name__).warning_once)
         for name in ("model", "teacher_model", "value_model"):
             check_dtype(f"{name}_init_kwargs", getattr(self, f"{name}_init_kwargs", None))
         if self.fp16 and self.device.type == "cpu":
@@ -328,6 +337,9 @@ class SamplingArguments(MediaArguments):
     keeps_decoded = False  # whether decoded media are kept after sampling, for a teacher on a server
     max_staleness = 0  # number of generation batches that are sampled before they are due
 
+    _unused = UNUSED_IN_SAMPLING
+    _conflicts = (conflicts_of_engine,)
+
     def __post_init__(self):
         # transformers reads this field from JSON, too
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
@@ -338,38 +350,11 @@ class SamplingArguments(MediaArguments):
             if hasattr(self, "distributed_state"):  # set before TRL checks batches, so the error may be about them
                 check_batches(self, batch_names)
             raise
-        check_unused(self, UNUSED_IN_SAMPLING, "training on sampled completions", {})
         # `None` skips the check of names, since vLLM has other options than transformers
         check_generation_kwargs(self, None if self.use_vllm else {*vars(GenerationConfig())})
         for name in getattr(self, "chat_template_kwargs", None) or ():
             if name in _TEMPLATE_ARGUMENTS:
                 raise ValueError(f"`chat_template_kwargs` has {name!r}, which the trainer sets itself; remove it.")
-        engine_kwargs = self.vllm_engine_kwargs if isinstance(self.vllm_engine_kwargs, dict) else {}
-        if not self.use_vllm:
-            return
-        if self.vllm_mode == "server" and self.offload_during_generation:
-            raise ValueError(
-                "`offload_during_generation` has no effect with `vllm_mode='server'`, whose engine samples on other "
-                "GPUs; remove one of them."
-            )
-        engine_names = [name for name in engine_kwargs if name != "enable_lora"]
-        if self.vllm_mode == "server" and engine_names:
-            raise ValueError(
-                f"`vllm_engine_kwargs` ({', '.join(engine_names)}) are for the trainer's own engine. Remove them and "
-                "start the server with these arguments, or set `vllm_mode='colocate'`."
-            )
-        if engine_kwargs.get("speculative_config"):
-            for name, value in {"logit_bias": None, "min_p": self.min_p, **(self.generation_kwargs or {})}.items():
-                if name in ("logit_bias", "min_p") and value:
-                    raise ValueError(
-                        f"vLLM doesn't support `{name}` with `vllm_engine_kwargs['speculative_config']`; remove one "
-                        "of them."
-                    )
-        if self.vllm_max_model_length and "max_model_len" in engine_kwargs:
-            raise ValueError(
-                f"`vllm_max_model_length` ({self.vllm_max_model_length}) and `vllm_engine_kwargs['max_model_len']` "
-                f"({engine_kwargs['max_model_len']}) both set the engine's length; remove one of them."
-            )
 
 
 @help_from_docstring
@@ -446,7 +431,9 @@ class MultimodalArguments(SamplingArguments):
     """
 
     dynamic_sampling: Annotated[int, "[0, inf]"] = 0
-    dynamic_sampling_range: Annotated[list[float] | None, Needs("dynamic_sampling", "replay_buffer_size")] = None
+    dynamic_sampling_range: Annotated[
+        list[float] | None, Ascending(), Needs("dynamic_sampling", "replay_buffer_size")
+    ] = None
     dynamic_sampling_reward: Annotated[str | None, Needs("dynamic_sampling_range", "difficulty_sampling")] = None
     replay_buffer_size: Annotated[int, "[0, inf]"] = 0
     difficulty_sampling: bool = False
@@ -457,6 +444,8 @@ class MultimodalArguments(SamplingArguments):
     balance_ranks: bool = False
     rollout_view: str | None = None
     contrast_view: str | None = None
+
+    _conflicts = (conflicts_of_engine, conflicts_of_staleness, conflicts_of_views, conflicts_of_groups)
 
     def __post_init__(self):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
@@ -473,11 +462,6 @@ class MultimodalArguments(SamplingArguments):
                 "`metric_for_best_model`."
             )
         super().__post_init__()
-        if self.max_staleness > 0 and not (self.use_vllm and self.vllm_mode == "server"):
-            raise ValueError(
-                f"`max_staleness={self.max_staleness}` samples while the policy is trained, which needs servers; set "
-                "`use_vllm=True` and `vllm_mode='server'`, or remove `max_staleness`."
-            )
         if self.vllm_importance_sampling_mode is None:
             stale_mode = "sequence_truncate" if self._weighs_completions else "token_truncate"
             self.vllm_importance_sampling_mode = stale_mode if self.max_staleness > 0 else "sequence_mask"
@@ -501,56 +485,3 @@ class MultimodalArguments(SamplingArguments):
     def _weighs_completions(self) -> bool:
         """`True` if the loss takes one weight per completion."""
         return True
-
-
-def check_range(config, name: str) -> None:
-    """Raises `ValueError` unless an argument is `None`, or a smallest value followed by a larger one."""
-    bounds = getattr(config, name)
-    if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):  # NaN isn't below anything
-        raise ValueError(f"`{name}` must be (min, max) with min < max, got {tuple(bounds)}.")
-
-
-def check_views(config) -> None:
-    """Raises `ValueError` if a view in sampling applies to no completion, or if its schedule doesn't fit it."""
-    rollout_settings = config.rollout_view_settings
-    contrast_settings = config.contrast_view_settings
-    for option, settings in (("rollout_view", rollout_settings), ("contrast_view", contrast_settings)):
-        if settings.view is not None and int(settings.fraction * config.num_generations) == 0:
-            raise ValueError(
-                f"`fraction` ({settings.fraction}) of `{option}`, times `num_generations` ({config.num_generations}) "
-                "and rounded down, is no completion; raise one of them."
-            )
-    as_schedule(rollout_settings.schedule)(0.0)  # raises for an invalid schedule
-    if rollout_settings.schedule != "constant":
-        rollout_settings.view.scaled(1.0)  # raises if the view has no strength to schedule
-
-
-def check_sampling(config) -> None:
-    """Checks the arguments that choose prompts, exchange groups of completions, or set views in sampling."""
-    check_views(config)
-    check_range(config, "dynamic_sampling_range")
-    exchange_options = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(config, name)]
-    for name in exchange_options:
-        if config.num_generations < 2:
-            raise ValueError(
-                f"`{name}` selects prompts whose completions differ in reward, so `num_generations` must be at least "
-                "2."
-            )
-    for name in [*exchange_options, *(["balance_ranks"] if config.balance_ranks else [])]:
-        n_completions = config.per_device_train_batch_size * config.steps_per_generation
-        if n_completions % config.num_generations != 0:
-            raise ValueError(
-                f"`{name}` exchanges whole groups of each process, so `per_device_train_batch_size` times "
-                f"`steps_per_generation` ({n_completions}) must be a multiple of `num_generations` "
-                f"({config.num_generations})."
-            )
-    if config.balance_ranks and config.packing_shuffle:
-        raise ValueError(
-            "`balance_ranks` moves whole groups between ranks, but `packing_shuffle=True` shuffles completions across "
-            "groups; remove one of them."
-        )
-    if config.difficulty_sampling and not config.shuffle_dataset:
-        raise ValueError(
-            "`difficulty_sampling` chooses the order of rows, and `shuffle_dataset=False` keeps the dataset's; remove "
-            "one of them."
-        )

@@ -10,9 +10,12 @@ from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...spelling import read_settings, split_settings
 from ...views.options import ContrastView, RolloutView
 from ...views.views import as_view
-from ..base.arguments import Needs, help_from_docstring, mapping
+from ..base.arguments import mapping
 from ..base.batch_sizes import batch_options, batch_size, check_batches
+from ..base.conflicts import check_conflicts
 from ..base.multimodal_config import SamplingArguments
+from ..base.options import Needs, help_from_docstring
+from .conflicts import conflicts_of_losses, conflicts_of_processor, conflicts_of_self_teacher, conflicts_of_server
 
 
 @dataclass(frozen=True)
@@ -134,32 +137,25 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
     rollout_view_settings = RolloutView()
     contrast_view_settings = ContrastView()
 
+    _conflicts = (
+        conflicts_of_self_teacher,
+        conflicts_of_processor,
+        conflicts_of_server,
+        conflicts_of_losses,
+        *SamplingArguments._conflicts,
+    )
+
     def __post_init__(self):
         # transformers reads this field from JSON, too
         self._VALID_DICT_FIELDS = [*self._VALID_DICT_FIELDS, "teacher_models"]
         super().__post_init__()
-        if self.self_teacher_settings.rate != SelfTeacher().rate and self.self_teacher_settings.weights != "ema":
-            raise ValueError("`rate` of `self_teacher` has no effect without an average; write 'ema(rate=...)'.")
-        self._check_context()
-        self._check_teacher_processor()
         for name in ("teacher_view", "student_view"):
             if getattr(self, name) is not None:
                 split_settings(getattr(self, name), name)
                 as_view(getattr(self, name))  # raises if the view is invalid
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "`auto_find_batch_size` would change the size of the batches that completions are sampled for; lower "
-                "`per_device_train_batch_size` instead."
-            )
         if self.teacher_models is not None:
             self._check_teacher_models()
-        if self.keeps_decoded:
-            self._check_server()
-        if not self.loss_add_tail and self.loss_top_k == 1:
-            raise ValueError(
-                "`loss_add_tail=False` renormalizes over `loss_top_k=1` token, whose probability is then always 1; "
-                "raise `loss_top_k`."
-            )
+        check_conflicts(self)
         self._set_batches()
 
     @property
@@ -188,44 +184,6 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
         servers = filter(is_address, mapping(self.teacher_models).values())
         return self.teacher_model_server_url is not None or any(servers)
 
-    def _check_context(self) -> None:
-        settings = self.self_teacher_settings
-        if not settings.shows_best:
-            if settings.min_reward != SelfTeacher().min_reward:
-                raise ValueError(
-                    "`min_reward` of `self_teacher` has no effect without `shows_best=True`; leave it out."
-                )
-            return
-        if self.num_generations < 2:
-            raise ValueError(
-                "`shows_best=True` of `self_teacher` shows another completion of the group, but `num_generations` is "
-                f"{self.num_generations}; set it to 2 or more."
-            )
-        if self.eval_strategy != "no":
-            raise ValueError(
-                "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
-                "prompt; set `eval_strategy='no'`, and evaluate with `GenerationEvalCallback`."
-            )
-
-    def _check_teacher_processor(self) -> None:
-        if not self.separates_teachers:
-            if self.teacher_processor_settings.on_unaligned != TeacherProcessor().on_unaligned:
-                raise ValueError(
-                    "`on_unaligned` of `teacher_processor` has no effect with the student's processor; write "
-                    "\"separate(on_unaligned='skip')\"."
-                )
-            return
-        if self.keeps_decoded:
-            raise ValueError(
-                "`teacher_processor='separate'` scores text, but a teacher on a server scores the student's tokens; "
-                "load the teacher by its name in place of the server, or leave `teacher_processor` out."
-            )
-        if self.self_teacher_settings != SelfTeacher():
-            raise ValueError(
-                "`teacher_processor='separate'` is for other models, but `self_teacher` makes the student its own "
-                "teacher; leave out one of them."
-            )
-
     def _check_teacher_models(self) -> None:
         self.teacher_models = dict(mapping(self.teacher_models))
         for name, teacher in self.teacher_models.items():
@@ -234,21 +192,6 @@ class MultimodalDistillationConfig(SamplingArguments, DistillationConfig):  # py
                     f"`teacher_models` has {name!r}: {teacher!r}; give each teacher as a name and a model's name, "
                     "folder or address, and pass models to the trainer."
                 )
-
-    def _check_server(self) -> None:
-        if self.loss_top_k == 0:
-            raise ValueError(
-                "A teacher on a server returns the log-probabilities of its most likely tokens alone; set "
-                "`loss_top_k`, at most the server's `--max-logprobs` (20 by default)."
-            )
-        if self.temperature != 1.0:
-            raise ValueError(
-                f"A teacher on a server returns log-probabilities at a temperature of 1; `temperature` is "
-                f"{self.temperature}, so set it to 1."
-            )
-        for name in ("teacher_model_name_or_path", "teacher_model_init_kwargs", "teacher_model_revision"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"`teacher_model_server_url` and `{name}` name two teachers; remove one of them.")
 
     def _set_batches(self) -> None:
         """Fills in `generation_batch_size` and `steps_per_generation`, as TRL's GRPO does."""

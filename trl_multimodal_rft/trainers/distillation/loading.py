@@ -14,7 +14,8 @@ from ...families import MODALITIES, input_modalities
 from ...forward.head import HeadRule, head_rule
 from ...models.pretrained import is_adapter, load_adapted
 from ...models.wrapped import unwrapped
-from ..base.arguments import mapping, raise_first
+from ..base.arguments import mapping
+from ..base.conflicts import raise_first
 from ..base.finite import check_frozen_weights
 from ..base.loading import load_by_name
 from .config import SelfTeacher, is_address

@@ -41,13 +41,14 @@ from ...rollout.rollout import Prompted, Rollout, TeacherScores
 from ...rollout.stream import EncodedRow
 from ...rollout.view_prompts import view_prompts, with_new_start
 from ...views.views import as_view
-from ..base.arguments import raise_first
+from ..base.conflicts import raise_first
 from ..base.ema import MovingAverage
 from ..base.preparation import compile_models, enable_packing, prepare_reference
 from ..sampling.context import Context
 from ..sampling.offload import HostMemory, storages, weights
 from ..sampling.prompting import Prompting
 from ..sampling.scoring import Scoring
+from .conflicts import conflicts_of_other_tokens
 from .loading import (
     TeachersByName,
     divergence_head_rule,
@@ -470,7 +471,7 @@ def _separate_reading(
     processor = _load_processor(model, args, name)
     shares_tokens = same_tokens(student, model, prompting.encoder.processor, processor)
     if not shares_tokens:
-        _check_loss(args, label(name))
+        raise_first(conflicts_of_other_tokens(args, label(name)))
     encoder = replace(
         prompting.encoder,
         model=model,
@@ -492,27 +493,6 @@ def _load_processor(model: PreTrainedModel, args: Any, name: str | None) -> Proc
             f"`teacher_processor='separate'` needs the processor of {label(name)}, but there is none in {folder!r} "
             f"({str(error).splitlines()[0]}); save it in the folder of the model, and load the model from there."
         ) from error
-
-
-def _check_loss(args: Any, teacher: str) -> None:
-    """Raises a `ValueError` for options that teachers of another tokenizer exclude."""
-    instead = (
-        "; its log-probabilities of text give the reverse KL divergence of the sampled tokens: set `beta=1.0` and "
-        "`loss_top_k=0`, or choose a teacher with the student's tokenizer."
-    )
-    top_k = args.loss_top_k
-    raise_first(
-        (
-            (top_k > 0, f"`loss_top_k={top_k}` compares tokens, but those of {teacher} are others{instead}"),
-            (args.beta != 1.0, f"`beta={args.beta}` compares all tokens, but those of {teacher} are others{instead}"),
-            (
-                args.steps_per_generation != args.gradient_accumulation_steps,
-                f"The divergence from {teacher}, whose tokens are others than the student's, is that of completions "
-                f"by the current weights, but `steps_per_generation` ({args.steps_per_generation}) isn't "
-                f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}); set both to one number.",
-            ),
-        )
-    )
 
 
 def teacher_prompts(

@@ -12,10 +12,17 @@ from ...algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describ
 from ...rollout.token_filter import EntropySource
 from ...spelling import check_choice, read_settings, split_settings
 from ...views.options import LossView, view_option
-from ..base.arguments import Needs, check_values, help_from_docstring, raise_first
 from ..base.batch_sizes import batch_options
-from ..base.multimodal_config import MultimodalArguments, check_range, check_sampling
-from .conflicts import conflicts_of_loss, conflicts_of_rewards, conflicts_of_view
+from ..base.conflicts import check_conflicts
+from ..base.multimodal_config import MultimodalArguments
+from ..base.options import Needs, check_values, help_from_docstring
+from .conflicts import (
+    conflicts_of_entropy,
+    conflicts_of_kl,
+    conflicts_of_loss,
+    conflicts_of_rewards,
+    conflicts_of_view,
+)
 
 
 # Bound of the ratio in dual-clip PPO, as in its paper
@@ -136,6 +143,14 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     loss_view: str | None = None
 
     _has_critic = False  # PPO's config has a critic
+    _conflicts = (
+        conflicts_of_rewards,
+        conflicts_of_kl,
+        conflicts_of_loss,
+        conflicts_of_view,
+        conflicts_of_entropy,
+        *MultimodalArguments._conflicts,
+    )
 
     if TYPE_CHECKING:  # TRL sets these where they are `None`
         num_generations: Any = None
@@ -160,22 +175,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
                 )
         self._post_init_trl()
 
-        _ = self.entropy_settings  # raises if they are invalid
-        check_range(self, "reward_clip_range")
-        raise_first(conflicts_of_rewards(self))
-        self._check_kl()
-        self._check_loss()
-        if self.loss_view_settings.view is not None:
-            raise_first(conflicts_of_view(self))
-        holds_whole_steps = self.steps_per_generation % self.gradient_accumulation_steps == 0
-        if self.top_entropy_quantile < 1 and self.entropy_settings.scope == "batch" and not holds_whole_steps:
-            raise ValueError(
-                "The scope 'batch' of `entropy_source` needs the whole batch of an optimizer step at once, so "
-                f"`steps_per_generation` ({self.steps_per_generation}) must be a multiple of "
-                f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}). Change one of them, or use "
-                "`entropy_source=\"rollout(scope='micro_batch')\"`."
-            )
-        check_sampling(self)
+        self._settle_kl()
+        self._settle_loss()
+        check_conflicts(self)
 
     @property
     def estimator(self) -> Estimator:
@@ -213,29 +215,20 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         super().__post_init__()
         self.num_generations = 1
 
-    def _check_kl(self) -> None:
-        if self.beta == 0:
-            return
-        if self.kl_in_reward and callable(self.advantage_estimator):
-            raise ValueError(
-                "A function as `advantage_estimator` gets `old_logps` and `ref_logps` to subtract the KL divergence "
-                "itself; remove `kl_estimator='k1'`."
-            )
-        if self.kl_estimator is None:
+    def _settle_kl(self) -> None:
+        if self.beta != 0 and self.kl_estimator is None:
             self.kl_estimator = "k1" if self.estimator.kl_in_reward else self.estimator.default_kl_estimator
 
-    def _check_loss(self) -> None:
-        # TRL checks `loss_type` and `importance_sampling_level` only after sampling
+    def _settle_loss(self) -> None:
+        # TRL checks `loss_type` only after sampling
         name = split_settings(self.loss_type, "loss_type")[0]
         if name not in LOSSES:
             option = _OTHER_OPTIONS.get(name.lower())
             if option is not None:
                 raise ValueError(f"There is no `loss_type={name!r}`. Instead, {option}.")
             check_choice("`loss_type`", self.loss_type, LOSSES)
-        check_choice("`importance_sampling_level`", self.importance_sampling_level, ("token", "sequence"))
         if self.loss.name == "dual_clip" and self.delta is None:
             self.delta = _DUAL_CLIP_DELTA
-        raise_first(conflicts_of_loss(self))
 
     @property
     def loss_view_settings(self) -> LossView:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...algorithms.advantages import is_constant
 from ...rollout.engine_ratios import level_conflict
-from ..base.arguments import Conflicts
+from ..base.conflicts import Conflicts
 
 
 def conflicts_of_rewards(args: Any) -> Conflicts:
@@ -48,6 +48,32 @@ def conflicts_of_rewards(args: Any) -> Conflicts:
             "before their sum. Use `advantage_estimator='group_norm'` with it, and remove `reward_running_scale`, "
             "`reward_clip_range`, `kl_estimator='k1'` and `contrast_view`, which change the sum.",
         ),
+    ]
+
+
+def conflicts_of_kl(args: Any) -> Conflicts:
+    """Returns the conflict of a KL divergence in the reward with advantages of a user's own."""
+    return [
+        (
+            args.beta != 0 and args.kl_in_reward and callable(args.advantage_estimator),
+            "A function as `advantage_estimator` gets `old_logps` and `ref_logps` to subtract the KL divergence "
+            "itself; remove `kl_estimator='k1'`.",
+        )
+    ]
+
+
+def conflicts_of_entropy(args: Any) -> Conflicts:
+    """Returns the conflict of tokens that compete within an optimizer step with its rollouts. Raises if invalid."""
+    settings = args.entropy_settings
+    holds_whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
+    return [
+        (
+            args.top_entropy_quantile < 1 and settings.scope == "batch" and not holds_whole_steps,
+            "The scope 'batch' of `entropy_source` needs the whole batch of an optimizer step at once, so "
+            f"`steps_per_generation` ({args.steps_per_generation}) must be a multiple of "
+            f"`gradient_accumulation_steps` ({args.gradient_accumulation_steps}). Change one of them, or use "
+            "`entropy_source=\"rollout(scope='micro_batch')\"`.",
+        )
     ]
 
 
@@ -112,6 +138,8 @@ def conflicts_of_view(args: Any) -> Conflicts:
     """Returns conflicts of the settings of `loss_view`."""
     view = args.loss_view_settings
     coefs = view.entropy_coefs
+    if view.view is None:
+        return []
     return [
         (
             not view.has_term and not view.measures_dependency,

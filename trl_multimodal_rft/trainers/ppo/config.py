@@ -2,19 +2,42 @@
 """Arguments of the PPO trainer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from transformers import SchedulerType
 
 from ...algorithms.advantages import describe_estimators
-from ...spelling import check_choice
-from ..base.arguments import Needs, check_values, help_from_docstring
+from ..base.conflicts import Conflicts
+from ..base.options import Needs, check_values, help_from_docstring
 from ..grpo.config import MultimodalGRPOConfig
 
 
 # Options about the critic
 _OF_CRITIC = ("bootstrap_truncated", "shared_trunk", "vf_coef", "cliprange_value", "value_learning_rate")
 _OF_CRITIC += ("value_lr_scheduler_type", "value_warmup_steps", "freezing_actor_steps")
+
+
+def _conflicts_of_ptx(args: Any) -> Conflicts:
+    """Returns the conflict of the supervised loss with a temperature."""
+    return [
+        (
+            args.ptx_coef > 0 and args.temperature != 1,
+            "`ptx_coef` adds the likelihood of a dataset, which has no temperature; set `temperature=1`, got "
+            f"{args.temperature}.",
+        )
+    ]
+
+
+def _conflicts_of_critic(args: Any) -> Conflicts:
+    """Returns conflicts of options about the critic with an estimator that has none."""
+    return [
+        (
+            args.estimator.needs != "critic" and getattr(args, name) != getattr(MultimodalPPOConfig, name),
+            f"`{name}` is about the critic, which `advantage_estimator={args.advantage_estimator!r}` doesn't have; "
+            "remove it, or use 'gae'.",
+        )
+        for name in _OF_CRITIC
+    ]
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     ptx_batch_size: Annotated[int, "[1, inf)", Needs("ptx_coef")] = 1
 
     _has_critic = True  # other trainers reject a config with a critic
+    _conflicts = (*MultimodalGRPOConfig._conflicts, _conflicts_of_ptx, _conflicts_of_critic)
 
     def __post_init__(self):
         check_values(self)
@@ -115,22 +139,6 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
             )
         self.num_iterations = self.num_ppo_epochs
         super().__post_init__()
-
-        if self.value_lr_scheduler_type is not None:
-            schedules = [schedule.value for schedule in SchedulerType]
-            check_choice("`value_lr_scheduler_type`", self.value_lr_scheduler_type, schedules)
-        if self.ptx_coef > 0 and self.temperature != 1:
-            raise ValueError(
-                "`ptx_coef` adds the likelihood of a dataset, which has no temperature; set `temperature=1`, got "
-                f"{self.temperature}."
-            )
-        if self.estimator.needs != "critic":
-            for name in _OF_CRITIC:
-                if getattr(self, name) != getattr(MultimodalPPOConfig, name):
-                    raise ValueError(
-                        f"`{name}` is about the critic, which `advantage_estimator={self._estimator_name()!r}` "
-                        "doesn't have; remove it, or use 'gae'."
-                    )
 
     @property
     def value_schedule(self) -> ValueSchedule:

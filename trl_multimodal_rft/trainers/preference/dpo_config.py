@@ -2,21 +2,45 @@
 """Arguments of the DPO trainer."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from trl import DPOConfig
 
 from ...views.options import RejectedView, view_option
-from ..base.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
+from ..base.conflicts import Conflicts, check_conflicts, conflicts_of_noise, conflicts_of_reference
 from ..base.multimodal_config import MediaArguments
+from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
-# Options of TRL that this trainer doesn't use: the neutral values that are accepted, and the reason why other values
-# raise an error
+# Options of TRL that this trainer doesn't use
 _UNUSED_OPTIONS = {
-    **UNUSED_OPTIONS,
-    "label_smoothing_factor": ((0.0,), "DPO's own option is `label_smoothing`"),
+    **UNUSED_IN_READING,
+    "label_smoothing_factor": Unused((0.0,), "DPO's own option is `label_smoothing`"),
 }
+
+
+def _conflicts_of_view(args: Any) -> Conflicts:
+    """Returns conflicts of the settings of `rejected_view`."""
+    settings = args.rejected_view_settings
+    view = settings.view
+    if view is None:
+        return []
+    return [
+        (
+            settings.conditional_coef == settings.anchor_coef == 0,
+            "`rejected_view` has no effect with `conditional_coef=0` and `anchor_coef=0`; raise one of them.",
+        ),
+        (
+            args.ld_alpha is not None,
+            "`ld_alpha` compares the lengths of two completions, but a pair of `rejected_view` has only one; remove "
+            "one of these options.",
+        ),
+        (
+            args.precompute_ref_log_probs and view.type.needs_other,
+            f"`precompute_ref_log_probs=True` scores views of a row before the run, but {view.type.name!r} takes "
+            "media from other rows of the micro-batch; set it to `False`, or choose another `rejected_view`.",
+        ),
+    ]
 
 
 @help_from_docstring
@@ -70,33 +94,12 @@ class MultimodalDPOConfig(MediaArguments, DPOConfig):
     rejected_view: str | None = None
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
 
+    _unused = _UNUSED_OPTIONS
+    _conflicts = (conflicts_of_noise, conflicts_of_reference, _conflicts_of_view)
+
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _UNUSED_OPTIONS, "DPO")
-        check_noise(self, self.packing == "prefix", "set `packing='padded'`")
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError(
-                "`precompute_ref_log_probs=True` needs a fixed reference, but `sync_ref_model=True` updates it; "
-                "remove one of them."
-            )
-        settings = self.rejected_view_settings
-        view = settings.view
-        if view is None:
-            return
-        if settings.conditional_coef == settings.anchor_coef == 0:
-            raise ValueError(
-                "`rejected_view` has no effect with `conditional_coef=0` and `anchor_coef=0`; raise one of them."
-            )
-        if self.ld_alpha is not None:
-            raise ValueError(
-                "`ld_alpha` compares the lengths of two completions, but a pair of `rejected_view` has only one; "
-                "remove one of these options."
-            )
-        if self.precompute_ref_log_probs and view.type.needs_other:
-            raise ValueError(
-                f"`precompute_ref_log_probs=True` scores views of a row before the run, but {view.type.name!r} takes "
-                "media from other rows of the micro-batch; set it to `False`, or choose another `rejected_view`."
-            )
+        check_conflicts(self)
 
     @property
     def rejected_view_settings(self) -> RejectedView:

@@ -6,25 +6,21 @@ from typing import Annotated, Literal
 
 from trl import KTOConfig
 
-from ..base.arguments import LAYOUT_OPTIONS, UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
+from ..base.conflicts import check_conflicts, conflicts_of_noise, conflicts_of_reference
 from ..base.multimodal_config import MediaArguments
+from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
-# error
+# Options of TRL that this trainer doesn't use
 _UNUSED_OPTIONS = {
-    **UNUSED_OPTIONS,
-    "label_smoothing_factor": ((0.0,), "the loss has no labels to smooth"),
-}
-# Options that change no result, of which other values cause a warning
-_LAYOUT_OPTIONS = {
-    **LAYOUT_OPTIONS,
-    "precompute_ref_batch_size": (
+    **UNUSED_IN_READING,
+    "label_smoothing_factor": Unused((0.0,), "the loss has no labels to smooth"),
+    "precompute_ref_batch_size": Unused(
         (None,),
         "the KL estimate depends on the micro-batch, so the reference scores those of `per_device_train_batch_size`",
+        is_error=False,
     ),
 }
-_LOSSES = ("kto", "apo_zero_unpaired")
 
 
 @help_from_docstring
@@ -68,14 +64,10 @@ class MultimodalKTOConfig(MediaArguments, KTOConfig):
     self_check: bool = True
     media_contribution_steps: Annotated[int, "[0, inf]"] = 10
 
+    _annotations = {"loss_type": Literal["kto", "apo_zero_unpaired"]}
+    _unused = _UNUSED_OPTIONS
+    _conflicts = (conflicts_of_noise, conflicts_of_reference)
+
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _UNUSED_OPTIONS, "KTO", _LAYOUT_OPTIONS)
-        check_noise(self, self.packing == "prefix", "set `packing='padded'`")
-        if self.loss_type not in _LOSSES:
-            raise ValueError(f"`loss_type` must be {' or '.join(map(repr, _LOSSES))}, got {self.loss_type!r}.")
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError(
-                "`precompute_ref_log_probs=True` needs a fixed reference, but `sync_ref_model=True` updates it; "
-                "remove one of them."
-            )
+        check_conflicts(self)

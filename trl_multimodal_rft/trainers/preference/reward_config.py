@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from trl import RewardConfig
 
-from ..base.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
+from ..base.conflicts import check_conflicts, conflicts_of_noise
 from ..base.multimodal_config import MediaArguments
+from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
-# error
+# Options of TRL that this trainer doesn't use
 _UNUSED_OPTIONS = {
-    **UNUSED_OPTIONS,
-    "label_smoothing_factor": (
+    **UNUSED_IN_READING,
+    "label_smoothing_factor": Unused(
         (0.0,),
         "the loss has no labels; a row without a better completion needs `tie=True` in the dataset",
     ),
@@ -56,7 +56,9 @@ class MultimodalRewardConfig(MediaArguments, RewardConfig):
     packing: Literal["prefix", "padded"] = "prefix"
     self_check: bool = True
 
+    _unused = _UNUSED_OPTIONS
+    _conflicts = (conflicts_of_noise,)
+
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _UNUSED_OPTIONS, "training of reward models")
-        check_noise(self, self.packing == "prefix", "set `packing='padded'`")
+        check_conflicts(self)

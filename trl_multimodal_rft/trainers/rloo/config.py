@@ -2,12 +2,36 @@
 """Arguments of the RLOO trainer."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trl import RLOOConfig
 
-from ..base.arguments import check_values, help_from_docstring
-from ..base.multimodal_config import MultimodalArguments, check_range, check_sampling
+from ..base.conflicts import Conflicts, check_conflicts
+from ..base.multimodal_config import MultimodalArguments
+from ..base.options import check_values, help_from_docstring
+
+
+def _conflicts_of_weights(args: Any) -> Conflicts:
+    """Returns conflicts of the options that turn rewards into weights of completions."""
+    low = args.vllm_importance_sampling_clip_min
+    high = args.vllm_importance_sampling_clip_max
+    truncates = args.vllm_importance_sampling_mode == "sequence_truncate"
+    return [
+        (
+            args.advantage_estimator is not None,
+            "The loss of `MultimodalRLOOTrainer` takes RLOO's advantages only; remove `advantage_estimator`, or use "
+            "`MultimodalGRPOTrainer`, which has other estimators and 'rloo', too.",
+        ),
+        (
+            low is not None and high is not None and low >= high,
+            f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` ({high}).",
+        ),
+        (
+            args.vllm_importance_sampling_correction and truncates and low is None and high is None,
+            "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
+            "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`.",
+        ),
+    ]
 
 
 @help_from_docstring
@@ -53,6 +77,8 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
+    _conflicts = (_conflicts_of_weights, *MultimodalArguments._conflicts)
+
     def __post_init__(self):
         check_values(self)
         if (self.num_generations or 0) < 2:
@@ -61,23 +87,4 @@ class MultimodalRLOOConfig(MultimodalArguments, RLOOConfig):  # pyrefly: ignore[
                 f"{self.num_generations}."
             )
         super().__post_init__()
-        if self.advantage_estimator is not None:
-            raise ValueError(
-                "The loss of `MultimodalRLOOTrainer` takes RLOO's advantages only; remove `advantage_estimator`, or "
-                "use `MultimodalGRPOTrainer`, which has other estimators and 'rloo', too."
-            )
-        low = self.vllm_importance_sampling_clip_min
-        high = self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"`vllm_importance_sampling_clip_min` ({low}) must be below `vllm_importance_sampling_clip_max` "
-                f"({high})."
-            )
-        truncates = self.vllm_importance_sampling_mode == "sequence_truncate"
-        if self.vllm_importance_sampling_correction and truncates and low is None and high is None:
-            raise ValueError(
-                "`vllm_importance_sampling_mode='sequence_truncate'` needs a bound: set "
-                "`vllm_importance_sampling_clip_max` or `vllm_importance_sampling_clip_min`."
-            )
-        check_range(self, "reward_clip_range")
-        check_sampling(self)
+        check_conflicts(self)

@@ -6,19 +6,19 @@ from typing import Annotated
 
 from trl import SFTConfig
 
-from ..base.arguments import UNUSED_OPTIONS, check_noise, check_unused, help_from_docstring
+from ..base.conflicts import check_conflicts, conflicts_of_noise
 from ..base.multimodal_config import MediaArguments
+from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
-# Options of TRL that this trainer doesn't use, with their neutral values, and the reason why other values raise an
-# error
+# Options of TRL that this trainer doesn't use
 _UNUSED_OPTIONS = {
-    **UNUSED_OPTIONS,
-    "dataset_kwargs": (
+    **UNUSED_IN_READING,
+    "dataset_kwargs": Unused(
         (None, {"skip_prepare_dataset": True}, {"skip_prepare_dataset": False}),
         "only its entry `skip_prepare_dataset` is known",
     ),
-    "label_smoothing_factor": ((0.0,), "the loss is the fused head's, which has no smoothing"),
+    "label_smoothing_factor": Unused((0.0,), "the loss is the fused head's, which has no smoothing"),
 }
 
 
@@ -59,9 +59,11 @@ class MultimodalSFTConfig(MediaArguments, SFTConfig):
     packing: bool = False
     self_check: bool = True
 
+    _unused = _UNUSED_OPTIONS
+    _conflicts = (conflicts_of_noise,)
+
     takes_prompt_learning = True
 
     def __post_init__(self):
         super().__post_init__()
-        check_unused(self, _UNUSED_OPTIONS, "supervised training")
-        check_noise(self, self.packing or self.eval_packing, "set `packing=False`")
+        check_conflicts(self)
