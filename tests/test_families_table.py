@@ -14,15 +14,8 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, LlamaConfig, ProcessorMixin
 
 from trl_multimodal_rft.cli import families
-from trl_multimodal_rft.families import (
-    FAMILIES,
-    MODALITIES,
-    TOKEN_FIELDS,
-    Family,
-    family_of,
-    family_of_processor,
-    media_padding,
-)
+from trl_multimodal_rft.families import FAMILIES, TOKEN_FIELDS, Family, family_of, family_of_processor, media_padding
+from trl_multimodal_rft.modalities import MODALITIES
 
 
 # Written by `python tests/families_report`

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 
-# All modalities, in the order in which media without a placeholder precede the text
-MODALITIES = ("image", "video", "audio")
-
 # Processor outputs that hold one value per token. All other outputs are media. Media of several prompts are joined on
 # the first dimension, which counts images, tiles, patches or windows.
 TOKEN_FIELDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")

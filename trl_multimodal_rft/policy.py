@@ -20,7 +20,7 @@ from trl.models.utils import _ForwardRedirection
 
 from .encoding.dummies import dummy_prompt
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
-from .families import MODALITIES, family_of
+from .families import family_of
 from .forward.attention import attention_obstacle
 from .forward.features import leaves_of_graph
 from .forward.layout import States, packed_length
@@ -31,6 +31,7 @@ from .forward.prompts import split_samples
 from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
+from .modalities import MODALITIES
 from .models.critic import Critic, ValueHead
 from .models.parts import CRITIC, find_towers, named_parts
 from .models.wrapped import is_unsharded, unwrapped

@@ -12,7 +12,7 @@ from helpers.trainer_utils import Gradients, Injected, image_rows, load, run, so
 from launcher import Run
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, policy
-from trl_multimodal_rft.families import MODALITIES
+from trl_multimodal_rft.modalities import MODALITIES
 
 
 ENCODERS = {  # by scenario, the kinds whose encoders train

@@ -14,7 +14,8 @@ from helpers.families import ALL_FAMILIES
 from transformers import CONFIG_MAPPING
 
 from trl_multimodal_rft.cli.families import classes_with_media
-from trl_multimodal_rft.families import FAMILIES, MODALITIES, family_of
+from trl_multimodal_rft.families import FAMILIES, family_of
+from trl_multimodal_rft.modalities import MODALITIES
 
 from .measure import Measurement, measure_all, measure_class, measure_real
 

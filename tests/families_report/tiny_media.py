@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, placeholder_token_ids, prompt_position_ids
-from trl_multimodal_rft.families import MODALITIES, TOKEN_FIELDS, family_of
+from trl_multimodal_rft.families import TOKEN_FIELDS, family_of
+from trl_multimodal_rft.modalities import MODALITIES
 
 from .tiny_models import VOCABULARY, meant_ids
 

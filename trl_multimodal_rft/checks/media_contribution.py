@@ -9,9 +9,9 @@ from torch import nn
 
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES
 from ..forward.prompts import group_by_prompt
 from ..forward.scores import ScoreRequest
+from ..modalities import MODALITIES
 from ..models.modes import measurement_mode
 from ..policy import Completions, PolicyForward
 from ..views.views import View, as_view

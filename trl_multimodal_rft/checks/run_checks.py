@@ -11,7 +11,8 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES, input_modalities
+from ..families import input_modalities
+from ..modalities import MODALITIES
 from ..policy import Fallbacks, PolicyForward, modalities_of
 from ..progress import print_above_bars
 from ..rollout.ranks import any_rank

@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES, modality_of
+from ..families import modality_of
 from ..forward.masks import windows_reach
+from ..modalities import MODALITIES
 
 
 _Prompt = TypeVar("_Prompt", bound=EncodedPrompt)

@@ -42,7 +42,8 @@ from ..encoding.processors import load_processor, tokenizer_of
 from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import placeholder_token_ids, placeholder_tokens
 from ..encoding.supervised import SupervisedEncoder
-from ..families import MODALITIES, input_modalities
+from ..families import input_modalities
+from ..modalities import MODALITIES
 from ..models.pretrained import read_config
 from ..printable import printable
 from ..progress import progress_bar

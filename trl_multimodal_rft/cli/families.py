@@ -4,7 +4,8 @@
 import argparse
 from itertools import chain
 
-from ..families import FAMILIES, MODALITIES, family_of, input_modalities
+from ..families import FAMILIES, family_of, input_modalities
+from ..modalities import MODALITIES
 
 
 def rows() -> list[tuple[str, str, str, str]]:

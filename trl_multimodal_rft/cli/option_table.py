@@ -58,7 +58,7 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
             row["type"] == "str"
             and row["choices"] is None
             and choices
-            and all(isinstance(each, str) for each in choices)
+            and all(isinstance(choice, str) for choice in choices)
         ):
             row["choices"] = [*choices]
         rows.append({**row, "interval": checked[name].interval})

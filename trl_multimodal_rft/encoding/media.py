@@ -38,7 +38,8 @@ from ..data.reading.qwen import qwen_frame_indices, qwen_resized
 from ..data.reading.refs import MediaError, MediaRef
 from ..data.reading.sources import encoded_source
 from ..data.rows.blocks import QWEN_OPTIONS
-from ..families import MODALITIES, PATCH_ROWS, family_of_processor, indexed_media, media_padding
+from ..families import PATCH_ROWS, family_of_processor, indexed_media, media_padding
+from ..modalities import MODALITIES
 from ..views.views import View
 from .processors import Processor, audio_rate
 

@@ -22,7 +22,8 @@ from trl.data_utils import prepare_multimodal_messages
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..data.reading.sources import encoded_source, join_media_dir
 from ..data.rows.rendered import RenderedPrompt
-from ..families import AUDIO_NAMES, MODALITIES, TOKEN_FIELDS, family_of, family_of_processor
+from ..families import AUDIO_NAMES, TOKEN_FIELDS, family_of, family_of_processor
+from ..modalities import MODALITIES
 from ..versions import is_torchcodec_usable
 from ..views.views import View
 from .media import SOUNDS, decode_media, frame_sampling, replace_refs, with_budgets

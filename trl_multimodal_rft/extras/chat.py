@@ -29,7 +29,8 @@ from ..data.rows.columns import rows_to_messages
 from ..data.rows.values import file_modality
 from ..encoding.prompts import placeholder_tokens
 from ..evaluation import EvaluationConfig, evaluate
-from ..families import MODALITIES, input_modalities
+from ..families import input_modalities
+from ..modalities import MODALITIES
 from ..models.parts import check_base_is_kept
 from ..models.pretrained import load_trained
 from ..reporting.card_notes import conversation_of

@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ..data.reading.decoding import require_module
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..reporting.events import ErrorCallback, EventPart
 from ..reporting.model_card import CURVES
 

@@ -21,7 +21,7 @@ from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import cell_value
 from ..data.rows.columns import as_text, rows_to_messages, strip_media
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..rewards.calls import LARGEST_REWARD, Argument
 from ..rewards.model import rows_of_batch
 

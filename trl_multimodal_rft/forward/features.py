@@ -27,7 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..encoding.media import cat_padded, join_tensors
 from ..encoding.prompts import EncodedPrompt
-from ..families import MODALITIES, family_of
+from ..families import family_of
+from ..modalities import MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers, find_towers
 from ..models.wrapped import replaced

@@ -31,7 +31,7 @@ from ..credentials import without_credentials
 from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.difficulty import DifficultySampler
 from ..encoding.processors import audio_rate
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
 from ..spelling import split_settings

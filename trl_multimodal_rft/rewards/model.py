@@ -21,12 +21,13 @@ from ..encoding.media import decode_media
 from ..encoding.messages import write_chat
 from ..encoding.processors import check_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, check_ids, placeholder_tokens, processor_outputs, prompt_position_ids
-from ..families import MODALITIES, TOKEN_FIELDS, family_of, input_modalities
+from ..families import TOKEN_FIELDS, family_of, input_modalities
 from ..forward.attention import install_prefix_attention
 from ..forward.features import is_sharded
 from ..forward.logprobs import completion_rewards
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import ScoreRequest
+from ..modalities import MODALITIES
 from ..models.reward_model import as_reward_model, load_trained_reward_model
 from ..models.wrapped import unwrapped as unwrapped_model
 from .calls import Argument

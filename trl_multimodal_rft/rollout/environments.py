@@ -24,7 +24,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.columns import blocks_to_refs
 from ..data.rows.values import block_modality, media_in, named_modality, read_value, unread_part
 from ..encoding.conversations import keeps_earlier_turns
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..rewards.calls import Argument, distinct_names
 
 

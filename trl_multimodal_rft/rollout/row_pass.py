@@ -23,7 +23,7 @@ from ..data.rows.features import outlined_rows, table_order
 from ..data.rows.prefetch import PrefetchPool
 from ..data.rows.rendered import RenderedPrompt
 from ..data.rows.unread import lists_columns
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from .stream import skip_limit
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypeVar
 
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..spelling import check_setting, check_settings, did_you_mean, split_settings
 from .views import View, as_view, setting_names
 

@@ -18,7 +18,7 @@ import torch
 
 from ..algorithms.papers import Paper, paper_of
 from ..data.reading.refs import MediaRef
-from ..families import MODALITIES
+from ..modalities import MODALITIES
 from ..spelling import (
     check_choice,
     check_setting,

@@ -15,7 +15,7 @@ from trl_multimodal_rft.data.rows.cells import finite_number, truth_value
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.data.rows.counts import describe_empty_cells, empty_row_indices, max_media_per_row
 from trl_multimodal_rft.data.rows.values import is_empty
-from trl_multimodal_rft.families import MODALITIES
+from trl_multimodal_rft.modalities import MODALITIES
 
 
 PICTURE = PILImage.new("RGB", (4, 4))

@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 from transformers.video_utils import VideoMetadata
 
+from ...modalities import FIRST_BYTES
 from .decoding import (
     decoding,
     evenly_spaced_indices,
@@ -27,18 +28,9 @@ from .rules import DEFAULT_RULES, MediaRules
 from .sources import encoded_source, fetch_file, open_file
 
 
-# Extensions and first bytes of files that browsers show, which are logged unchanged
-_VIEWABLE_STARTS = {
-    "image": {"png": rb"\x89PNG", "jpg": rb"\xff\xd8\xff", "gif": rb"GIF8", "webp": rb"RIFF.{4}WEBP"},
-    "audio": {
-        "wav": rb"RIFF.{4}WAVE",
-        "flac": rb"fLaC",
-        "ogg": rb"OggS",
-        "mp3": rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]",
-    },
-    "video": {"mp4": rb".{4}ftyp", "webm": rb"\x1a\x45\xdf\xa3.{,60}webm", "gif": rb"GIF8"},
-}
-_HEAD_BYTES = 100  # bytes at the start of a file that are compared with these patterns
+# Endings of files that browsers show, which are logged unchanged
+_VIEWABLE = ("png", "jpg", "gif", "webp", "wav", "flac", "ogg", "mp3", "mp4", "webm")
+_HEAD_BYTES = 100  # bytes at the start of a file that tell its format
 
 _MOST_FRAMES = 64  # limit on the frames of a re-encoded video
 _UNKNOWN_FPS = 2.0  # playback rate of frames of unknown rate
@@ -71,9 +63,9 @@ def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
         if file is not None and not {"video_start", "video_end"} & ref.options.keys():
             with open_file(ref, file) as stream:
                 head = stream.read(_HEAD_BYTES)
-            starts = _VIEWABLE_STARTS[ref.modality].items()
-            suffix = next((extension for extension, start in starts if re.match(start, head, re.DOTALL)), None)
-        if suffix is None or file is None:
+            starts = FIRST_BYTES[ref.modality].items()
+            suffix = next((ending for ending, start in starts if re.match(start, head, re.DOTALL)), None)
+        if suffix not in _VIEWABLE or file is None:
             suffix, encode = _ENCODERS[ref.modality]
             file = encode(ref)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from ...credentials import masked_url
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ..reading.refs import MediaError, MediaRef, iter_refs, shortened
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from .blocks import Location, parse_block

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Value
 
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from .blocks import OPTIONS
 from .features import Rows, feature_leaves
 from .names import MEDIA_COLUMNS

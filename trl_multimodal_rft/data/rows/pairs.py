@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value, concatenate_datasets
 
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ..reading.refs import MediaError, iter_refs
 from ..reading.rules import DEFAULT_RULES, MediaRules
 from .batches import Row

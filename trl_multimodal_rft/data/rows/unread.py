@@ -12,7 +12,7 @@ from datasets import Audio, Dataset, IterableDataset, LargeList, List, Value, Vi
 from datasets.features.features import FeatureType
 
 from ...credentials import masked_url
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ..reading.refs import Encoded, MediaError, iter_refs
 from .columns import read_messages
 from .counts import empty_row_indices

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import PIL.Image
 
-from ...families import MODALITIES
+from ...modalities import FILE_ENDINGS, FIRST_BYTES, MODALITIES
 from ..reading.refs import Encoded, MediaRef
 from .names import MEDIA_COLUMNS
 
@@ -28,13 +28,8 @@ _MEDIA_KEYS = {*MEDIA_COLUMNS, *(f"{name}_url" for name in MODALITIES), *(f"inpu
 # Keys of a medium's type in other libraries
 MEDIA_TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
-_FILE_ENDINGS = {
-    "image": "png|jpe?g|jfif|webp|gif|bmp|tiff?|heic|heif|avif",
-    "video": "mp4|m4v|avi|mov|mkv|webm|mpe?g|3gp|ogv|wmv|flv",
-    "audio": "wav|mp3|flac|ogg|oga|opus|m4a|aac|aiff?|wma|amr|caf",
-}
 _FILE_ENDING = re.compile(
-    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in _FILE_ENDINGS.items()) + r")(?:[?#]\S+)?$",
+    r"(?<=.)\.(?:" + "|".join(f"(?P<{name}>{ending})" for name, ending in FILE_ENDINGS.items()) + r")(?:[?#]\S+)?$",
     re.IGNORECASE,
 )
 # Beginning of a path with a folder, and characters that the names of files lack and sentences have
@@ -48,13 +43,6 @@ _QUOTES = " \t\r\n'\"`<>"  # characters around a name that aren't a part of it
 _DATA_URI = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w=.-]+)*;base64,\s*(?=[A-Za-z0-9+/_-]{24})", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\r\n-]+={0,2}")
 _SHORTEST_BASE64 = 100  # characters of a file in base64
-# First bytes of files, by modality
-_FIRST_BYTES = {
-    "image": rb"\x89PNG|\xff\xd8\xff|GIF8|BM.{4}\0\0\0\0|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp(?:avif|heic|mif1)",
-    "audio": rb"RIFF.{4}WAVE|ID3|\xff[\xf2\xf3\xfb]|fLaC|OggS|.{4}ftypM4A|FORM.{4}AIFF",
-    "video": rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ",
-}
-
 _SMALLEST_PICTURE = 16  # pixels of a side, below which an array is taken for a table of numbers
 _LARGEST_TABLE = 1000  # numbers, above which the text of an array is shortened by numpy and torch
 
@@ -297,8 +285,10 @@ def _modality_of_base64(text: str) -> str | None:
 
 
 def _modality_of_bytes(start: bytes) -> str | None:
-    matching = (name for name, pattern in _FIRST_BYTES.items() if re.match(pattern, start, re.DOTALL))
-    return next(matching, None)
+    for modality, patterns in FIRST_BYTES.items():
+        if any(re.match(pattern, start, re.DOTALL) for pattern in patterns.values()):
+            return modality
+    return None
 
 
 def _is_array(value: Any) -> bool:

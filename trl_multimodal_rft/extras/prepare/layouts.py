@@ -26,7 +26,7 @@ from ...data.rows.load import json_file, load_rows, read_json, required
 from ...data.rows.names import MEDIA_COLUMNS, TEACHER
 from ...data.rows.pairs import COMPLETIONS, JUDGE_TEMPLATE, MARK, judge_rows
 from ...data.rows.values import file_modality
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ...rewards.letters import without_letters
 from .benchmarks import PROBLEM_TEMPLATE
 from .conversations import conversation, preference_pair, source_of

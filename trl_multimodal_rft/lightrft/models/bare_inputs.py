@@ -14,16 +14,9 @@ from transformers import PreTrainedModel
 from ...data.reading.refs import MediaError
 from ...encoding.join import padded, same_prompt
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_token_ids, prompt_position_ids
-from ...families import (
-    AUDIO_FEATURES,
-    AUDIO_MASKS,
-    MODALITIES,
-    TOKEN_FIELDS,
-    TOKEN_FIELDS_WITH_ENDS,
-    family_of,
-    modality_of,
-)
+from ...families import AUDIO_FEATURES, AUDIO_MASKS, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ...forward.scores import ScoreRequest
+from ...modalities import MODALITIES
 
 
 Rows = torch.Tensor | Sequence[torch.Tensor]  # ids, padded or one tensor per row

@@ -25,7 +25,7 @@ from ...data.rows.columns import as_text, read_messages, read_rendered
 from ...data.rows.features import as_encoded
 from ...encoding.processors import completion_texts
 from ...extras.remote import base64_encoder
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ...models.modes import evaluation_mode
 from ...rewards.calls import reward_arguments, reward_tensor
 from ...rewards.ready.recipe import add_rewards, combine_rewards

@@ -18,7 +18,8 @@ from ...data.rows.features import undecoded
 from ...data.rows.names import MEDIA_COLUMNS
 from ...data.rows.unread import check_columns, lists_columns
 from ...encoding.prompts import check_encodes
-from ...families import MODALITIES, input_modalities
+from ...families import input_modalities
+from ...modalities import MODALITIES
 from ...models.modes import kept_random_state
 from ...models.pretrained import read_config
 from ...rewards.named import check_reward_columns

@@ -131,7 +131,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "scale_rewards": Literal["group", "batch", "none", True, False],
     "train_sampling_strategy": Literal["random", "sequential", "group_by_length"],
     "truncation_mode": Literal["keep_start", "keep_end"],
-    "value_lr_scheduler_type": Literal[tuple(each.value for each in SchedulerType)],  # pyrefly: ignore[invalid-literal]
+    "value_lr_scheduler_type": Literal[tuple(schedule.value for schedule in SchedulerType)],  # pyrefly: ignore[invalid-literal]
     "vllm_mode": Literal["server", "colocate"],
 }
 
@@ -232,8 +232,8 @@ UNUSED_IN_SAMPLING = {
 def options_of(config_class: type) -> dict[str, Option]:
     """Returns the table of a config's options by name, also of TRL's and transformers' fields."""
     annotations = typing.get_type_hints(config_class, include_extras=True)
-    own = _ANNOTATIONS | getattr(config_class, "_annotations", {})
-    annotations |= {name: annotation for name, annotation in own.items() if name in annotations}
+    replacements = _ANNOTATIONS | getattr(config_class, "_annotations", {})
+    annotations |= {name: annotation for name, annotation in replacements.items() if name in annotations}
     unused = SPEED_OPTIONS | getattr(config_class, "_unused", {})
     table = {}
     for member in fields(config_class):

@@ -10,8 +10,9 @@ from trl.trainer.utils import get_config_model_id
 
 from ...encoding.processors import Processor, load_processor, tokenizer_of
 from ...engines.vllm_teacher import ServerTeacher
-from ...families import MODALITIES, input_modalities
+from ...families import input_modalities
 from ...forward.head import HeadRule, head_rule
+from ...modalities import MODALITIES
 from ...models.pretrained import is_adapter, load_adapted
 from ...models.wrapped import unwrapped
 from ..base.arguments import mapping

@@ -183,7 +183,9 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
     def estimator(self) -> Estimator:
         """The estimator of the advantages, with its settings."""
         function = self.advantage_estimator
-        return Estimator(self._estimator_name(), None, function) if callable(function) else as_estimator(function)
+        if not callable(function):
+            return as_estimator(function)
+        return Estimator(getattr(function, "__name__", type(function).__name__), None, function)
 
     @property
     def loss(self) -> LossType:
@@ -293,12 +295,8 @@ class MultimodalGRPOConfig(MultimodalArguments, GRPOConfig):  # pyrefly: ignore[
         )
 
     def to_dict(self):
-        return {**super().to_dict(), "advantage_estimator": self._estimator_name()}
+        return {**super().to_dict(), "advantage_estimator": self.estimator.spelling}
 
     def __getstate__(self):
         # A function may not be picklable, and loading a name runs no code
-        return {**super().__getstate__(), "advantage_estimator": self._estimator_name()}
-
-    def _estimator_name(self) -> str:
-        estimator = self.advantage_estimator
-        return getattr(estimator, "__name__", type(estimator).__name__) if callable(estimator) else estimator
+        return {**super().__getstate__(), "advantage_estimator": self.estimator.spelling}

@@ -33,7 +33,7 @@ def _conflicts_of_critic(args: Any) -> Conflicts:
     return [
         (
             args.estimator.needs != "critic" and getattr(args, name) != getattr(MultimodalPPOConfig, name),
-            f"`{name}` is about the critic, which `advantage_estimator={args._estimator_name()!r}` doesn't have; "
+            f"`{name}` is about the critic, which `advantage_estimator={args.estimator.spelling!r}` doesn't have; "
             "remove it, or use 'gae'.",
         )
         for name in _OF_CRITIC

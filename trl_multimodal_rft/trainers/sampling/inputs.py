@@ -26,7 +26,7 @@ from trl.trainer.utils import (
 from ...encoding.processors import load_processor
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.samplers import Sampler
-from ...families import MODALITIES
+from ...modalities import MODALITIES
 from ...models.modes import fix_encoders
 from ...models.parts import check_adapter, check_base_is_kept
 from ...models.pretrained import is_adapter
