@@ -2,7 +2,6 @@
 """The encoder of prompts and the rows that it encodes, made in a constructor after TRL's."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,29 +24,18 @@ from .asynchronous import row_encoder
 from .inputs import Inputs
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What reads rows and encodes their prompts."""
-
-    encoder: PromptEncoder
-    stream: RowStream
-
-
-def make_prompts(
+def make_encoder(
     inputs: Inputs,
     toolbox: Environments,
-    accelerator: Accelerator,
     live: Live,
     *,
     model: PreTrainedModel,
     processing_class: Processor,
     template_kwargs: dict[str, Any],
-    metrics: MetricLog,
-    engine_prompts: Callable[[], EnginePrompts],
-) -> Prompts:
-    """Returns the encoder of prompts for the unwrapped `model`. `engine_prompts` returns the encoder for servers."""
+) -> PromptEncoder:
+    """Returns the encoder of prompts for the unwrapped `model`."""
     args = inputs.args
-    encoder = PromptEncoder(
+    return PromptEncoder(
         model,
         processing_class,
         {**template_kwargs, "tools": toolbox.tools or None},
@@ -59,6 +47,20 @@ def make_prompts(
         for_engine=args.use_vllm if inputs.sampler is None else inputs.sampler.is_engine,
         feature_dtype=live.feature_dtype,
     )
+
+
+def make_stream(
+    inputs: Inputs,
+    toolbox: Environments,
+    accelerator: Accelerator,
+    live: Live,
+    *,
+    encoder: PromptEncoder,
+    metrics: MetricLog,
+    engine_prompts: Callable[[], EnginePrompts],
+) -> RowStream:
+    """Returns the reader of rows. `engine_prompts` returns the encoder for servers."""
+    args = inputs.args
     encode: Callable | None = encoder.encode_row
     if args.max_staleness > 0 and not toolbox.tools:
         # For asynchronous sampling, the process that reads a row also renders its media for servers. With tools, the
@@ -67,7 +69,7 @@ def make_prompts(
     if toolbox.factories or inputs.rollout_func is not None:
         encode = None
     columns = ["prompt", "chat_template_kwargs", *args.teacher_columns, *MEDIA_COLUMNS]
-    stream = RowStream(
+    return RowStream(
         args,
         accelerator,
         encode=encode,
@@ -77,7 +79,6 @@ def make_prompts(
         metrics=metrics,
         state=lambda: live.state,
     )
-    return Prompts(encoder, stream)
 
 
 def prompt_loader(

@@ -55,7 +55,7 @@ from .inputs import (
 )
 from .offload import HostMemory, idle_storages
 from .prompting import Prompting
-from .prompts import make_prompts, prompt_loader
+from .prompts import make_encoder, make_stream, prompt_loader
 from .rewarding import Rewarding
 from .rollout_logs import RolloutLog, log_media_contribution, reward_index
 from .sampling import Ends, Sampling
@@ -167,19 +167,23 @@ class MultimodalTrainer(BaseTrainer):
     def _set_prompts(self, inputs: Inputs) -> None:
         self.rollout_func = inputs.rollout_func
         self.card_notes = CardNotes()
-        prompts = make_prompts(
+        self.prompts = make_encoder(
             inputs,
             self.toolbox,
-            self.accelerator,
             self._live,
             model=self._unwrapped(self.model),
             processing_class=self.processing_class,
             template_kwargs={"chat_template": self.chat_template, **self.chat_template_kwargs},
+        )
+        self._stream = make_stream(
+            inputs,
+            self.toolbox,
+            self.accelerator,
+            self._live,
+            encoder=self.prompts,
             metrics=self._metric_log,
             engine_prompts=lambda: self.vllm_generation.prompts,
         )
-        self.prompts = prompts.encoder
-        self._stream = prompts.stream
         self._prompting = Prompting(
             self._context,
             self.prompts,
