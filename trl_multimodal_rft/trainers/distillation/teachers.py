@@ -76,12 +76,16 @@ class Teacher:
     average: MovingAverage | None = None  # of the student's weights, which then teach
     memory: HostMemory | None = None  # for the model's weights but while it scores
     encoder: Any = None  # a [`PromptEncoder`] by a processor of its own, if it doesn't read the student's prompts
-    shares_tokens: bool = True  # whether it scores the student's tokens, else the text of completions
-    align: Any = None  # aligns such texts, see [`~spans.aligner`]
+    align: Any = None  # for a teacher of other tokens, which scores the text of completions, see [`~spans.aligner`]
     _away: ExitStack = field(default_factory=ExitStack)  # closing it brings the weights back
 
     def __post_init__(self):
         self._send_away()
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether it scores the student's tokens."""
+        return self.align is None
 
     def _send_away(self) -> None:
         if self.memory is not None:
@@ -218,13 +222,11 @@ class Teachers:
         rule = divergence_head_rule(student, "student")
         for name, source in loaded.items():
             try:
-                teacher = _prepared(prompting, scoring, student, rule, name, source, average)
+                teacher = _prepared(prompting, scoring, student, rule, name, source, average, end_ids)
             except ValueError as error:
                 if name is None:
                     raise
                 raise ValueError(f"`teacher_models`, {name!r}: {error}") from error
-            if not teacher.shares_tokens:
-                teacher.align = aligner(prompting, end_ids, teacher.encoder)
             named.append(teacher)
         return cls(prompting, named)
 
@@ -429,6 +431,7 @@ def _prepared(
     name: str | None,
     source: PreTrainedModel | str | None,
     average: MovingAverage | None,
+    end_ids: Sequence[int],
 ) -> Teacher:
     context = prompting.context
     args = context.args
@@ -447,7 +450,9 @@ def _prepared(
             f"whose prompts and features it gets: {obstacle}. With `teacher_processor='separate'`, it reads them by "
             "its own processor."
         )
-    reading: dict[str, Any] = {} if obstacle is None else _separate_reading(prompting, student, model, name)
+    reading: dict[str, Any] = {}
+    if obstacle is not None:
+        reading = _separate_reading(prompting, student, model, name, end_ids)
     # Prepared as a reference is, a single teacher before the engine. Its offloading is that of the reference, too
     prepared: Any = source if name is None else prepare_reference(source, args, context.accelerator)
     packs = enable_packing(context.accelerator, prepared, None, args)
@@ -464,7 +469,7 @@ def _prepared(
 
 
 def _separate_reading(
-    prompting: Prompting, student: PreTrainedModel, model: PreTrainedModel, name: str | None
+    prompting: Prompting, student: PreTrainedModel, model: PreTrainedModel, name: str | None, end_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Returns the fields of a teacher that reads prompts by the processor in its folder."""
     args = prompting.context.args
@@ -481,7 +486,7 @@ def _separate_reading(
         keep_decoded=False,
         feature_dtype=lambda: model.dtype,
     )
-    return {"encoder": encoder, "shares_tokens": shares_tokens}
+    return {"encoder": encoder, "align": None if shares_tokens else aligner(prompting, end_ids, encoder)}
 
 
 def _load_processor(model: PreTrainedModel, args: Any, name: str | None) -> Processor:

@@ -258,13 +258,19 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         group_ids: torch.Tensor,
     ) -> Estimates:
         args = self.args
-        size = self._context.group_size
         if args.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(rewards.per_func, self.reward_weights, group_ids, size)
+            return normalize_then_sum(rewards.per_func, self.reward_weights, group_ids, self._context.group_size)
         advantages = self._estimate_advantages(rollout, rewards, shaped, group_ids)
         if self._estimator.step_input:
             return signal_of_steps(advantages, totals, group_ids)
-        return Estimates(advantages, has_signal(shaped, group_ids), is_std_zero(totals, size, args.scale_rewards))
+        return self._estimates(advantages, totals, shaped, group_ids)
+
+    def _estimates(
+        self, advantages: torch.Tensor, totals: torch.Tensor, shaped: torch.Tensor, group_ids: torch.Tensor
+    ) -> Estimates:
+        """Returns advantages with the flags of groups, whose rewards differ if there is something to learn."""
+        is_constant = is_std_zero(totals, self._context.group_size, self.args.scale_rewards)
+        return Estimates(advantages, has_signal(shaped, group_ids), is_constant)
 
     def _estimate_advantages(
         self, rollout: Rollout, rewards: Rewards, shaped: torch.Tensor, group_ids: torch.Tensor
@@ -318,7 +324,14 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         choose them. Those after the first update are scored now.
 
         Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
-        with each other, and so do tokens of the micro-batches 2 and 3.
+        with each other, and so do tokens of the micro-batches 2 and 3. Who sets the weights by `entropy_source`:
+
+        | policy | scope | micro-batches before the first update | micro-batches after it |
+        |---|---|---|---|
+        | rollout | sequence, micro_batch | `_token_weights`, in their forward | this method |
+        | rollout | batch | this method | this method |
+        | current | sequence, micro_batch | `_token_weights`, in each forward | `_token_weights` |
+        | current | batch | `_on_micro_batch` | `_on_micro_batch` |
         """
         if not self._filters_by_rollout_entropy:
             return super()._on_rollout(micro_batches)

@@ -46,7 +46,7 @@ from ...models.parts import freeze_as_built, freeze_backbone
 from ...models.wrapped import is_unsharded
 from ...reporting.events import EventPart
 from ...reporting.model_card import in_code
-from ...rollout.estimates import Estimates, has_signal, is_std_zero
+from ...rollout.estimates import Estimates
 from ...rollout.ranks import gather_rows, local_rows
 from ...rollout.rollout import Rewards, Rollout, Values
 from ...rollout.score import score_values
@@ -289,14 +289,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         local_tensors = values, returns, advantages, rollout.loss_mask * scorable[:, None]
         all_values, all_returns, advantages, mask = (gather_rows(self.accelerator, tensor) for tensor in local_tensors)
         self._metric_log.add(critic_metrics(all_values, all_returns, advantages, mask))
-        size = self._context.group_size
-        return Estimates(
-            whiten(advantages, mask),
-            has_signal(shaped, group_ids),
-            is_std_zero(totals, size, self.args.scale_rewards),
-            Values(values, returns),
-            scorable,
-        )
+        estimates = self._estimates(whiten(advantages, mask), totals, shaped, group_ids)
+        return estimates._replace(values=Values(values, returns), scorable=scorable)
 
     def _token_rewards(self, rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
         """Returns `(B, C)` with the KL penalty, from `(B,)`."""
