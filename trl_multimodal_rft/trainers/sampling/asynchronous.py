@@ -138,7 +138,7 @@ class AsynchronousSampling:
         row_indices = [rollout.source.row_indices[i] for i in batch_indices]
         # A key is (batch index, row index, seed, number of completions)
         keys = request_keys(prompts, row_indices, global_indices, batch_index, context.args.seed)
-        requests = self.engine.server_requests(prompts)
+        requests = [request.for_server() for request in self.engine.requests(prompts)]
         if not self.prompting.toolbox.tools:  # with tools, later turns need the decoded media
             for prompt in prompts:
                 prompt.decoded = ()
