@@ -93,7 +93,7 @@ class TransformersSampler(Sampler):
     pad_token_id: int
     # Returns a context with the model ready to generate
     generating: Callable[[], AbstractContextManager[nn.Module]]
-    profile: Callable[[str], AbstractContextManager]
+    profile: Callable[[str], AbstractContextManager] = nullcontext
     continuous_batching: Any = None  # config of continuous batching, `None` for `generate`
     dtype: torch.dtype | None = None  # the model's dtype during continuous batching
     samples_policy: ClassVar[bool] = True
