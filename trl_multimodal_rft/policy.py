@@ -358,7 +358,7 @@ class PolicyForward:
         Returns the requested scores of completions, `(B, C)`, with gradients if they are enabled.
 
         `model` is the policy or the reference with the fused head, as the accelerator prepared it. `fallbacks` are
-        `self.fallbacks` by default, and rows are packed by default if they allow it. Log-probabilities come from the
+        `self.fallbacks` by default, and rows are packed only if they allow it. Log-probabilities come from the
         fused head. With `fallbacks.logits_from_model`, or with a `logit_bias` of the request, they come from the
         model's logits. Callers leave the request's fields `isolate`, `min_forwards`, `logits_temperature`,
         `extra_outputs` and `states` at their defaults, as this method chooses them.
@@ -383,7 +383,7 @@ class PolicyForward:
         # To read lengths waits for the device, so they are only read to split a batch into parts
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
         # Leaves out padded rows without completion tokens, which would cost as much as others
-        needs_all = request.is_packed or request.whole or request.compute_aux_loss
+        needs_all = request.packed or request.whole or request.compute_aux_loss
         if rows is None and lengths is not None and not needs_all:
             nonempty = [i for i, length in enumerate(lengths) if length]
             rows = nonempty if len(nonempty) < n else None
@@ -392,7 +392,7 @@ class PolicyForward:
             dummies = self.processes.dummies_for_unselected(model, prompts, selected.prompts)
             request = selected.with_dummies(dummies)
             lengths = None if lengths is None else [*(lengths[i] for i in rows), *([0] * len(dummies))]
-        if lengths is not None and (request.whole or (request.compute_aux_loss and request.is_packed)):
+        if lengths is not None and (request.whole or (request.compute_aux_loss and request.packed)):
             # Whole sequences are prompts that no tokens follow. For the auxiliary loss, packed rows also hold the last
             # token of each completion.
             lengths = [0 if request.whole else length + (length > 0) for length in lengths]
@@ -406,7 +406,7 @@ class PolicyForward:
         models = [request.critic.model] if isinstance(request.critic, Critic) else []
         models += [self.unwrapped(model)] * request.needs_policy
         # The auxiliary loss needs statistics of prompts
-        keep_states = request.is_packed and not request.compute_aux_loss
+        keep_states = request.packed and not request.compute_aux_loss
         scores = self._in_parts(score, model, models, request, lengths, keep_states)
         if request.compute_aux_loss:
             scores.aux_loss = load_balancing_loss(scores.router)
@@ -431,7 +431,7 @@ class PolicyForward:
         device = request.ids.device
         if self.max_tokens is None or lengths is None:
             return score(0, request)
-        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.is_packed)
+        parts = split_by_tokens(prompts, lengths, self.max_tokens, request.packed)
         # Maps the indices in `parts` of chunks of split groups to `(is_first, is_last)` in the group
         chunks = chunk_ends(prompts, parts)
         n_parts = len(parts)
@@ -474,7 +474,7 @@ class PolicyForward:
         model: nn.Module,
         completions: Completions,
         *,
-        packed: bool | None = None,
+        packed: bool = True,
         fallbacks: Fallbacks | None = None,
     ) -> Scores:
         """
@@ -498,7 +498,7 @@ class PolicyForward:
             return Scores(**self._reach_unused(model, tensors, part.states)).rows(slice(n))
 
         lengths = None if self.max_tokens is None else request.mask.sum(1).tolist()
-        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=request.is_packed)
+        return self._in_parts(score, model, [reward_model], request, lengths, keep_states=request.packed)
 
     def _score_part(self, model: nn.Module, request: ScoreRequest, fallbacks: Fallbacks) -> Scores:
         n = len(request)
@@ -579,10 +579,10 @@ class PolicyForward:
 
 
 def _with_packing(request: ScoreRequest, fallbacks: Fallbacks) -> ScoreRequest:
-    """Returns the request and the one for supervised completions, packed as the fallbacks say where they don't say."""
+    """Returns the request, and the one for supervised completions, padded if the fallbacks pad rows."""
     if request.supervised is not None:
         request = replace(request, supervised=_with_packing(request.supervised, fallbacks))
-    return request if request.packed is not None else replace(request, packed=fallbacks.packing)
+    return replace(request, packed=request.packed and fallbacks.packing)
 
 
 def _gather_head(policy: PreTrainedModel) -> None:

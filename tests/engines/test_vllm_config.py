@@ -142,12 +142,14 @@ class Failing(Started):
     def acceptance_length(self):
         pass
 
-    def generate(self, prompts, **kwargs):
+    def requests(self, prompts, **kwargs):
+        return prompts
+
+    def sample(self, prompts, *args):
         self.n_calls += 1
         if self.n_calls == 3:
             raise RuntimeError("EngineCore encountered an issue.")
-        ids = [[100 + i, 101] for i in range(len(prompts))]
-        return None, ids, [[[-1.0]] * 2 for _ in ids], None
+        return [([100 + i, 101], [-1.0] * 2) for i in range(len(prompts))]
 
 
 def test_an_engine_that_fails_says_how_to_resume(monkeypatch, tmp_path):
@@ -243,8 +245,7 @@ def speculating(monkeypatch, kind=InProcess, **options) -> vllm.MultimodalVLLMGe
         **options,
     )
     made.seen = []
-    monkeypatch.setattr(made, "_requests", lambda *args: [])
-    monkeypatch.setattr(made, "_sample", lambda requests, given, profiler: made.seen.append(given) or [])
+    monkeypatch.setattr(made, "_complete", lambda requests, given: made.seen.append(given) or [])
     return made
 
 
@@ -254,8 +255,8 @@ def test_placeholders_with_speculative_decoding(monkeypatch):
     image, video = words.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
     for bias in ({image: -100.0, video: -100.0}, {str(image): -100.0, str(video): -100.0}):
         made = speculating(monkeypatch, generation_kwargs={"logit_bias": bias, "bad_words": ["red"]})
-        made.generate([])
-        made.generate([], sampling=vllm.sampling_parameters(GenerationConfig(suppress_tokens=[image, video])))
+        made.sample([])
+        made.sample([], vllm.sampling_parameters(GenerationConfig(suppress_tokens=[image, video])))
         assert not any("logit_bias" in each for each in made.seen)
         assert [each["bad_words"] for each in made.seen] == [
             ["red", "<|image_pad|>", "<|video_pad|>"],
@@ -263,9 +264,9 @@ def test_placeholders_with_speculative_decoding(monkeypatch):
         ]
     made = speculating(monkeypatch, generation_kwargs={"logit_bias": {image: 2.0}})
     with pytest.raises(ValueError, match=f"`logit_bias` with `speculative_config`, .* of token {image};"):
-        made.generate([])
+        made.sample([])
     with pytest.raises(ValueError, match="`min_p` with `speculative_config`"):  # of a server
-        speculating(monkeypatch, min_p=0.1).generate([])
+        speculating(monkeypatch, min_p=0.1).sample([])
 
 
 def test_acceptance_length(monkeypatch):

@@ -125,7 +125,7 @@ def test_load_balancing_loss(name):
 
 @pytest.mark.parametrize("max_tokens", [None, 60])
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_request_that_does_not_say_is_packed_as_the_policy_packs(packing, max_tokens, monkeypatch):
+def test_a_request_is_packed_if_the_policy_packs(packing, max_tokens, monkeypatch):
     """So is one for supervised completions; without a policy, rows are packed."""
     model, prompts = build("qwen2_audio")
     (ids, mask) = random_completions(len(prompts))
@@ -140,8 +140,10 @@ def test_a_request_that_does_not_say_is_packed_as_the_policy_packs(packing, max_
         assert used == {"_packed_batch" if packing else "_padded_batch"}
         used.clear()
         policy.score(model, request, fallbacks=Fallbacks(packing=not packing))
-        policy.score(model, replace(request, packed=not packing))
         assert used == {"_padded_batch" if packing else "_packed_batch"}
+        used.clear()
+        policy.score(model, replace(request, packed=False))
+        assert used == {"_padded_batch"}
         used.clear()
         completion_scores(model, model, request)
     assert used == {"_packed_batch"}

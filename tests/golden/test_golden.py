@@ -245,15 +245,17 @@ class Engine(MultimodalVLLMGeneration):
     def sync_weights(self):
         self.n_synced += 1
 
-    def generate(self, prompts, *args, **kwargs):
-        ids = []
-        logps = []
+    def requests(self, prompts, **kwargs):
+        return prompts
+
+    def sample(self, prompts, *args):
+        completions = []
         for place, prompt in enumerate(prompts):
             generator = np.random.default_rng([self.n_synced, place, int(prompt.input_ids.sum())])
             n = int(generator.integers(2, 9))
-            ids.append([*generator.integers(60, 260, n - 1).tolist(), self.processing_class.tokenizer.eos_token_id])
-            logps.append([[-float(logp)] for logp in generator.uniform(4.5, 6.5, n)])
-        return [prompt.input_ids.tolist() for prompt in prompts], ids, logps, None
+            ids = [*generator.integers(60, 260, n - 1).tolist(), self.processing_class.tokenizer.eos_token_id]
+            completions.append((ids, [-float(logp) for logp in generator.uniform(4.5, 6.5, n)]))
+        return completions
 
 
 def supervised(kind: str):
@@ -283,7 +285,7 @@ def make_trainer(name: str, folder: str, monkeypatch):
         eos = objects["processing_class"].tokenizer.eos_token_id
         objects["model"].generate = partial(ends_early, objects["model"].generate, eos)
     if options.get("use_vllm"):
-        for method in ("_init_vllm", "sync_weights", "generate"):
+        for method in ("_init_vllm", "sync_weights", "requests", "sample"):
             monkeypatch.setattr(MultimodalVLLMGeneration, method, vars(Engine)[method])
     if trainer == "sft":
         objects |= {"train_dataset": supervised(kind), "eval_dataset": supervised(kind).select(range(3))}

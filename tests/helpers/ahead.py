@@ -30,7 +30,7 @@ def answers(request: EngineRequest, salt: str, turn: int, attempt: int) -> list:
 class Engine:
     """The part of vLLM's interface that asynchronous sampling uses."""
 
-    def server_requests(self, prompts):
+    def requests(self, prompts):
         # Completions of a group hold one prompt object
         groups = [[*group] for _, group in groupby(prompts, key=id)]
         return [EngineRequest(group[0].input_ids.tolist(), None, len(group), LENGTH, None) for group in groups]

@@ -544,6 +544,23 @@ def test_evaluation_runs_environments(tmp_path, monkeypatch):
     assert load_dataset("parquet", data_files=str(file), split="train")["ended_by"][0] == [None]
 
 
+def test_an_evaluation_rewards_what_training_rewards(tmp_path):
+    """Without tools, a tokenizer that can parse their calls still does so."""
+    seen = []
+
+    def records(completions, **kwargs):
+        seen.append(completions)
+        return [float(i) for i in range(len(completions))]
+
+    options = {"max_steps": 1, "self_check": False, "objects": talking("qwen2_5_vl")}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, reward=records, **options)
+    trainer.sampler = Saying(trainer, {i: [call(number=0)] for i in range(8)})
+    trainer.train()
+    result = evaluate_trainer(trainer, image_rows(1))
+    assert seen[-1] == seen[0][:1] and seen[-1][0][0]["tool_calls"]
+    assert result.rows[0]["completions"] == [call(number=0)]
+
+
 @pytest.mark.parametrize("depth", [150, 1000])
 def test_calls_whose_arguments_are_nested_too_deeply_are_text(depth, tmp_path):
     arguments = f'{{"number": {"[" * depth}1{"]" * depth}}}'

@@ -317,7 +317,6 @@ class Measure:
         mask: torch.Tensor,
         noise: Callable[[], torch.Tensor | None],
         *,
-        packs_rows: bool = True,
         tries_isolation: bool = False,
         label: str = "",
     ) -> tuple[torch.Tensor, float, float | None]:
@@ -352,7 +351,7 @@ class Measure:
             fallback = "the model's own logits, which need more memory" if needs_logits else FORWARDS[isolate]
             self.fall_back(f"scores of padded rows{label} differ by {differences[0]:.0e}", fallback)
         packed_difference = None
-        if packs_rows and self.fallbacks.packing:
+        if self.fallbacks.packing:
             packed_scores = self.attempt("scoring packed rows", lambda: score(True))
             packed_difference, is_exact = self.compare(packed_scores, truth, mask, noise)
             if not is_exact:

@@ -40,7 +40,6 @@ def check_sequences(
     policy: PolicyForward,
     model: nn.Module,
     sequences: Sequence[SupervisedSequence],
-    packs: bool,
     processor_outputs: ProcessorOutputs,
 ) -> SelfCheck:
     """
@@ -53,8 +52,6 @@ def check_sequences(
             The model as the accelerator prepared it.
         sequences (`Sequence[SupervisedSequence]`):
             This rank's rows.
-        packs (`bool`):
-            Whether rows are packed.
         processor_outputs (`Callable[[int], dict[str, torch.Tensor]]`):
             Takes an index of `sequences`, and returns the outputs of the processor, as `AutoProcessor` loads it, for
             that row.
@@ -84,14 +81,13 @@ def check_sequences(
         request = ScoreRequest(rows, ids, mask.long(), packed=packed, whole=True)
         return policy.score(model, request, fallbacks=measure.fallbacks).logps
 
-    return _compare(measure, cases, score_by_model, score, mask, packs)
+    return _compare(measure, cases, score_by_model, score, mask)
 
 
 def check_pairs(
     policy: PolicyForward,
     model: nn.Module,
     pairs: Sequence[PreferencePair],
-    packs: bool,
     processor_outputs: ProcessorOutputs,
     rewards: bool = False,
 ) -> SelfCheck:
@@ -109,7 +105,7 @@ def check_pairs(
     media_completions = _media_completions(measure, pairs, processor_outputs)
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in media_completions)]
     # The pair also after a longer prompt, whose own masks could hide those of its completions' media
-    if media_completions and packs and measure.fallbacks.packing:
+    if media_completions and measure.fallbacks.packing:
         pair, column, _ = media_completions[0]
         longer_pair = longer_than_windows(measure.model, pair, pair.answers[column])
         rows += [] if longer_pair is None else [longer_pair]
@@ -150,7 +146,7 @@ def check_pairs(
 
     cases = targets, donors, rows
     compared = mask[:, :1] > 0 if rewards else learned & is_last  # a reward model gives one score per row
-    return _compare(measure, cases, score_by_model, score, compared, packs, media_completions)
+    return _compare(measure, cases, score_by_model, score, compared, media_completions)
 
 
 def _media_completions(
@@ -184,7 +180,6 @@ def _compare(
     score_by_model: Callable[[], torch.Tensor],
     score: Callable[[list[Any], bool], torch.Tensor],
     mask: torch.Tensor,
-    packs: bool,
     media_completions: Sequence[MediaCompletion] = (),
 ) -> SelfCheck:
     """
@@ -205,7 +200,7 @@ def _compare(
         noise = functools.cache(lambda: measure.noise(score_by_model, mask))
         score_rows = functools.partial(score, rows)
         scores, padded_difference, packed_difference = measure.settle_fallbacks(
-            score_rows, truth, mask, noise, packs_rows=packs, tries_isolation=True
+            score_rows, truth, mask, noise, tries_isolation=True
         )
 
         # Rows and completions with media, and for each a function that puts a replacement into the list of rows

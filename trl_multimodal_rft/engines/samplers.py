@@ -93,7 +93,7 @@ class TransformersSampler(Sampler):
     pad_token_id: int
     # Returns a context with the model ready to generate
     generating: Callable[[], AbstractContextManager[nn.Module]]
-    profile: Callable[[str], AbstractContextManager]
+    profile: Callable[[str], AbstractContextManager] = nullcontext
     continuous_batching: Any = None  # config of continuous batching, `None` for `generate`
     dtype: torch.dtype | None = None  # the model's dtype during continuous batching
     samples_policy: ClassVar[bool] = True
@@ -203,11 +203,9 @@ class VLLMSampler(Sampler):
                 sampling["seed"] = torch.randint(2**31, ()).item()
         with self.explain():
             self.load_weights(step)
-            _, ids, logps, _ = self.engine.generate(
-                prompts, profiler=self.profile("vLLM.generate"), sampling=sampling, room=room
-            )
-        # As in TRL, the engine returns a list per token, here with a single log-probability
-        return ids, [[logp for [logp] in token_logps] for token_logps in logps]
+            requests = self.engine.requests(prompts, sampling=sampling, room=room)
+            completions = self.engine.sample(requests, sampling, self.profile("vLLM.generate"))
+        return [ids for ids, _ in completions], [logps for _, logps in completions]
 
     def invalidate_weights(self) -> None:
         """Makes the next call load the weights."""

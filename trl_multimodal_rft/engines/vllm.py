@@ -51,7 +51,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
     turns of a conversation.
 
     [`~engines.vllm_in_process.InProcess`] runs vLLM in the trainer's process, and
-    [`~engines.vllm_servers.Servers`] asks servers. They define `_start`, `_sample`, `_load` and `_counters`.
+    [`~engines.vllm_servers.Servers`] asks servers. They define `_start`, `_complete`, `_load` and `_counters`.
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         """Starts vLLM, or connects with it. Returns the renderer, which processes prompts."""
         raise NotImplementedError
 
-    def _sample(
-        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
-    ) -> list[ServerSample]:
+    def _complete(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[ServerSample]:
         """Returns the completions of requests, in their order."""
         raise NotImplementedError
 
@@ -110,7 +108,7 @@ class MultimodalVLLMGeneration(VLLMGeneration):
 
     @property
     def is_collective(self) -> bool:
-        """Whether all ranks must call `generate` equally often."""
+        """Whether all ranks must call `sample` equally often."""
         raise NotImplementedError
 
     # Samples
@@ -126,28 +124,16 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         images: Sequence[list | None] | None = None,
         num_generations: int = 1,
         profiler: AbstractContextManager | None = None,
-        sampling: dict[str, Any] | None = None,
-        room: Sequence[int] | None = None,
     ) -> tuple:
         """
-        Samples completions. `images` belong to prompts that aren't encoded. `room` has the maximum number of tokens of
-        each completion. `sampling` are vLLM's sampling parameters, by default those of training. `num_generations`
-        isn't read: `prompts` has an entry per completion.
+        Samples completions as in TRL, for a `rollout_func`. `num_generations` isn't read: `prompts` has an entry per
+        completion.
 
         Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the
         last two have a list for each token, here of one entry.
         """
-        options = self._with_bad_words(self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling})
-        seed = options.pop("seed", None)
-        if sampling is None and seed is not None:
-            seed += self.accelerator.process_index * len(prompts)  # unique over ranks, as a group may straddle them
-        max_tokens = options["max_tokens"]
-        requests = self._requests(
-            prompts, images, seed, [min(n, max_tokens) for n in room or [max_tokens] * len(prompts)]
-        )
-        self._wake()
-        with self._while_sampling():
-            completions = self._sample(requests, options, profiler or nullcontext())
+        requests = self.requests(prompts, images)
+        completions = self.sample(requests, profiler=profiler)
         prompt_ids = []
         for request in requests:
             prompt_ids += [request.ids] * request.count
@@ -158,17 +144,41 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             [[[token] for token in ids] for ids, _ in completions],
         )
 
-    def _requests(
+    def sample(
+        self,
+        requests: list[EngineRequest],
+        sampling: dict[str, Any] | None = None,
+        profiler: AbstractContextManager | None = None,
+    ) -> list[ServerSample]:
+        """
+        Returns the completions of requests, in their order. `sampling` are vLLM's sampling parameters, by default
+        those of training.
+        """
+        options = self._options(sampling)
+        self._wake()
+        with self._while_sampling(), profiler or nullcontext():
+            return self._complete(requests, options)
+
+    def requests(
         self,
         prompts: Sequence[list[int] | dict[str, Any] | EncodedPrompt],
-        images: Sequence[list | None] | None,
-        seed: int | None,
-        room: Sequence[int],
+        images: Sequence[list | None] | None = None,
+        sampling: dict[str, Any] | None = None,
+        room: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         """
         Returns requests. A request is for consecutive completions of the same prompt object: the prompts A, A, B give
         two requests, for 2 and 1 completions. The first of the completions sets the `room` and the seed of a request.
+
+        `images` belong to prompts that aren't encoded. `room` has the maximum number of tokens of each completion.
+        `sampling` are vLLM's sampling parameters, by default those of training.
         """
+        options = self.sampling if sampling is None else sampling
+        seed = options.get("seed")
+        if sampling is None and seed is not None:
+            seed += self.accelerator.process_index * len(prompts)  # unique over ranks, as a group may straddle them
+        max_tokens = options["max_tokens"]
+        room = [min(n, max_tokens) for n in room or [max_tokens] * len(prompts)]
         requests: list[EngineRequest] = []
         last_prompt = None
         for index, prompt in enumerate(prompts):
@@ -203,12 +213,13 @@ class MultimodalVLLMGeneration(VLLMGeneration):
             **({"structured_outputs": structured} if structured else {}),
         }
 
-    def _with_bad_words(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
         """
-        Returns a copy of options. For speculative decoding, which doesn't support `logit_bias`, `bad_words` replace
-        it. Raises a `ValueError` for other options that speculative decoding doesn't support.
+        Returns vLLM's sampling parameters of all requests, by default those of training. For speculative decoding,
+        which doesn't support `logit_bias`, `bad_words` replace it. Raises a `ValueError` for other options that
+        speculative decoding doesn't support.
         """
-        options = dict(options)
+        options = self.sampling if sampling is None else {"logprobs": self.logprobs, **sampling}
         if self._speculates and options.get("min_p"):
             raise ValueError("vLLM doesn't support `min_p` with `speculative_config`; remove one of the two.")
         bias = options.pop("logit_bias", None) if self._speculates else None

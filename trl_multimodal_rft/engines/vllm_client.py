@@ -7,7 +7,7 @@ Raw media are never sent, since HTTP requests would need them as encoded files, 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -79,6 +79,10 @@ class EngineRequest(NamedTuple):
     count: int  # number of completions
     max_tokens: int  # maximum length of a completion
     seed: int | None
+
+    def parameters(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns vLLM's sampling parameters for this request. `options` are those of all requests."""
+        return {**options, "seed": self.seed, "max_tokens": self.max_tokens, "n": self.count}
 
     def for_server(self) -> "EngineRequest":
         """Returns the request with media in the format of servers. Large media take time to convert."""
@@ -387,9 +391,8 @@ def server_completions(
     Raises a [`RequestLost`] if no answer comes within `timeout` seconds, or if the answer doesn't fit the request.
     Raises a `RuntimeError` if the server refuses the request.
     """
-    sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
     n_logps = request.count * request.max_tokens * (1 + (options.get("logprobs") or 0))
-    body = {**_request_body(model, request, sampling), **({} if salt is None else {"cache_salt": salt})}
+    body = {**_request_body(model, request, options), **({} if salt is None else {"cache_salt": salt})}
     end_ids = options.get("stop_token_ids") or ()
 
     def read(answer: bytes) -> list[ServerSample]:
@@ -410,9 +413,8 @@ def prompt_scores(
 
     def score(item: tuple[EngineRequest, int]) -> list[dict[int, float]]:
         request, count = item
-        sampling = {"max_tokens": 1, "n": 1, "prompt_logprobs": k, "detokenize": False}
         # TRL's client can't read the answers of vLLM 0.32 and later
-        body = _request_body(client.model, request, sampling)
+        body = _request_body(client.model, request, {"prompt_logprobs": k, "detokenize": False})
         n_logps = len(request.ids) * (1 + k)
         read = partial(scores_in, ids=request.ids, n=count, k=k, vocab_size=vocab_size)
         attempt = partial(_generated, client.base_url, body, client.timeout, n_logps, read)
@@ -447,11 +449,11 @@ def _generated(
         raise lost_error(url, _GENERATE_PATH, error, answer) from None
 
 
-def _request_body(model: str | None, request: EngineRequest, sampling: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: str | None, request: EngineRequest, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": model,
         "token_ids": request.ids,
         "features": request.rendered,
         # 2 is FINAL_ONLY. Otherwise, completions that end before the last one may be missing (vllm-project/vllm#52399)
-        "sampling_params": {**sampling, "output_kind": 2},
+        "sampling_params": {**request.parameters(options), "output_kind": 2},
     }

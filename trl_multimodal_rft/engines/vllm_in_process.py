@@ -3,7 +3,6 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, cast
 
@@ -66,9 +65,7 @@ class InProcess(MultimodalVLLMGeneration):
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
 
-    def _sample(
-        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
-    ) -> list[ServerSample]:
+    def _complete(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[ServerSample]:
         """Ranks that share an engine run each other's requests, and return their part."""
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
@@ -85,8 +82,7 @@ class InProcess(MultimodalVLLMGeneration):
                 torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        with profiler:
-            outputs = self._run_requests(batch, options)
+        outputs = self._run_requests(batch, options)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
@@ -102,8 +98,7 @@ class InProcess(MultimodalVLLMGeneration):
         engine = self.llm.llm_engine
         outputs = {}
         for i, request in enumerate(requests):
-            sampling = {"seed": request.seed, **options, "max_tokens": request.max_tokens, "n": request.count}
-            params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = SamplingParams(**request.parameters(options), output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(i), request.rendered, params, lora_request=self._adapter_request)
         while engine.has_unfinished_requests():
             outputs.update({int(output.request_id): output for output in engine.step() if output.finished})

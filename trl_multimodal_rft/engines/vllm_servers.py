@@ -6,7 +6,7 @@ import re
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..credentials import without_credentials
-from ..encoding.prompts import EncodedPrompt
 from .vllm import MultimodalVLLMGeneration
 from .vllm_adapters import EngineAdapter, load_adapter
 from .vllm_client import (
@@ -80,7 +79,7 @@ class Servers(MultimodalVLLMGeneration):
         with processors_unchecked():
             info = self._connect()
         self._speculates = bool(info.get("speculative_config"))
-        self._with_bad_words(self.sampling)  # called only for its error about unsupported options
+        self._options()  # called only for its error about unsupported options
         name = cast(str, self.model.name_or_path)
         return server_renderer(info, name, self._engine_kwargs["revision"], self.trust_remote_code)
 
@@ -122,9 +121,7 @@ class Servers(MultimodalVLLMGeneration):
 
     # Samples
 
-    def _sample(
-        self, requests: list[EngineRequest], options: dict[str, Any], profiler: AbstractContextManager
-    ) -> list[ServerSample]:
+    def _complete(self, requests: list[EngineRequest], options: dict[str, Any]) -> list[ServerSample]:
         def complete(request: EngineRequest) -> list[ServerSample]:
             request = request.for_server()  # media are converted while other requests are answered
             url = self.vllm_client.base_url
@@ -133,15 +130,9 @@ class Servers(MultimodalVLLMGeneration):
                 lambda attempt: self._request_completions(url, request, options, attempt), patience, self._warn
             )
 
-        with profiler:
-            answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
-            self.check_restarts()
+        answers = on_all_ranks(self.accelerator, lambda: at_once(complete, requests))
+        self.check_restarts()
         return [*chain.from_iterable(answers)]
-
-    def server_requests(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
-        """Returns the requests to a server for completions of prompts."""
-        requests = self._requests(prompts, None, None, [self.sampling["max_tokens"]] * len(prompts))
-        return [request.for_server() for request in requests]
 
     def ask(self, request: EngineRequest, salt: str, request_index: int, attempt: int) -> list[ServerSample]:
         """
@@ -152,9 +143,8 @@ class Servers(MultimodalVLLMGeneration):
         n_ranks = self.accelerator.num_processes
         urls = self._urls
         url = urls[(rank + request_index * n_ranks + attempt) % len(urls)]
-        options = {**self._with_bad_words(self.sampling), "seed": request.seed}
         try:
-            return self._request_completions(url, request, options, attempt, salt)
+            return self._request_completions(url, request, self._options(), attempt, salt)
         except RequestLost as error:
             # A timeout ends the run, unless it is the first attempt's and another server can answer the next attempt
             error.timed_out = error.timed_out and (attempt > 0 or len(urls) == 1)

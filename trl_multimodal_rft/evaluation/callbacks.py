@@ -74,12 +74,12 @@ class GenerationEvalCallback(TrainerCallback):
             raise ValueError("The callback has no dataset to evaluate on; pass it as `eval_dataset`.")
         if freq is not None and freq != "epoch" and not (isinstance(freq, int) and freq > 0):
             raise ValueError(f"`freq` is {freq!r}; set it to a number of steps, to 'epoch', or leave it out.")
-        functions = named_rewards(reward_funcs or list(trainer.reward_funcs))
+        rewards = named_rewards(reward_funcs or list(trainer.reward_funcs))
         reads_otherwise = args is not None and (
             args.ignored_media_columns is not None or args.on_media_error == "skip"
         )
         if eval_dataset is not None and not reads_otherwise:
-            trainer.check_eval_dataset(eval_dataset, [*functions.values()])
+            trainer.check_eval_dataset(eval_dataset, rewards.functions)
         self.trainer = trainer
         self.eval_dataset = eval_dataset
         self.reward_funcs = reward_funcs

@@ -15,8 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
-from trl import is_conversational
+from transformers import GenerationConfig, TrainerState
 
 from ..data.reading.refs import MediaError, MediaRef, checksum, iter_refs
 from ..data.reading.rules import budgets_of
@@ -39,12 +38,13 @@ from ..progress import progress_bar
 from ..rewards.calls import dropped_tags, reward_loop
 from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
+from ..rollout.completions import Ends
 from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Prompted
 from ..rollout.row_pass import RowPass
 from ..rollout.stream import EncodedRow
-from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of
+from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of, with_one_turn, with_turns
 from ..views.views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, flat, mean
@@ -59,13 +59,13 @@ class Policy:
 
     model: nn.Module  # its mode is evaluation while it samples, and restored afterwards
     encoder: PromptEncoder
-    # Returns the token ids of one completion per prompt, up to the end of the completion. The last two arguments are
-    # the completions' maximum lengths (`None` in first turns) and the KV cache between turns (`None` without tools).
-    complete: Callable[[list[EncodedPrompt], GenerationConfig, list[int] | None, Branches | None], list[list[int]]]
+    config: GenerationConfig
+    # Samples a completion per prompt by `config`: a [`~engines.samplers.Sampler`] with its other arguments
+    sample: Callable[..., Samples]
     toolbox: Environments
     tool_loop: Callable[..., ToolLoop] | None = None  # `None` without tools
     on_media_error: str = "raise"
-    is_collective: bool = False  # whether all ranks must make the same number of calls of `complete`
+    is_collective: bool = False  # whether all ranks must make the same number of calls of `sample`
     trainer_state: TrainerState = field(default_factory=TrainerState)
     disable_tqdm: bool | None = False
 
@@ -82,7 +82,7 @@ class Evaluation:
         self,
         policy: Policy,
         dataset: Dataset | Sequence[dict[str, Any]],
-        reward_funcs: dict[str, Callable],
+        reward_functions: RewardFunctions,
         args: EvaluationConfig,
         accelerator: Accelerator,
     ):
@@ -101,12 +101,11 @@ class Evaluation:
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
         self.dataset = dataset
-        self.reward_funcs = reward_funcs
+        self.reward_functions = reward_functions
         self.args = args
         self.accelerator = accelerator
         self.skips_unreadable = (args.on_media_error or policy.on_media_error) == "skip"
-        self.generation_config = _generation_config(self.encoder, self.tokenizer, args)
-        for warning in dropped_tags([*reward_funcs.values()], self.tokenizer):
+        for warning in dropped_tags(reward_functions.functions, self.tokenizer):
             logger.warning_once(warning)
         self._check_columns(dataset, "all")
         dataset_rows = DatasetRows(dataset) if isinstance(dataset, Dataset) else None
@@ -131,7 +130,7 @@ class Evaluation:
         rows_per_batch = max(args.batch_size // args.num_samples, 1)
         batches = [range(start, min(start + rows_per_batch, n)) for start in range(0, n, rows_per_batch)]
         records: list[dict[str, Any]] = []
-        functions = [*self.reward_funcs.values(), *self.toolbox.tools]
+        functions = [*self.reward_functions.functions, *self.toolbox.tools]
         n_answers = 0
         n_correct = 0
         bar = progress_bar(n, "evaluate", disable=self.policy.disable_tqdm)
@@ -155,7 +154,7 @@ class Evaluation:
                     n_correct += sum(verdicts)
                     accuracy = f"accuracy {100 * n_correct / n_answers:.1f} %" if n_answers else ""
                     bar.set_postfix_str(accuracy, refresh=False)
-                elif self.policy.is_collective:  # other ranks' calls of `complete` wait for a call of this rank
+                elif self.policy.is_collective:  # other ranks' calls of `sample` wait for a call of this rank
                     n_logged = len(self.logged_metrics)
                     self._answer_batch(batch_index, batches[0])
                     del self.logged_metrics[n_logged:]
@@ -177,7 +176,7 @@ class Evaluation:
             raise ValueError(
                 f"No row has media of the modality {args.ablate!r}; leave out `ablate`, or name another modality."
             )
-        metrics = aggregate(records, self.reward_funcs, args)
+        metrics = aggregate(records, self.reward_functions.names, args)
         if self.skips_unreadable:
             metrics["skipped_rows"] = len(skipped)
         for name in sorted({name for name, _ in logged_metrics}):
@@ -185,7 +184,7 @@ class Evaluation:
         for record in records:
             record.pop(GROUP, None)
         model = self.encoder.model.config._name_or_path
-        settings = {**asdict(args), "model": model, "reward_funcs": [*self.reward_funcs]}
+        settings = {**asdict(args), "model": model, "reward_funcs": self.reward_functions.names}
         return EvaluationResult(metrics, records, settings, skipped)
 
     def _read_prompt(self, row: Row) -> str | list | RenderedPrompt | None:
@@ -296,7 +295,7 @@ class Evaluation:
             self.toolbox,
             encodes_text=True,
             group_size=n,
-            pad_token_id=self.generation_config.pad_token_id,
+            pad_token_id=self.policy.config.pad_token_id,
             accelerator=self.accelerator,
             views={row.row_index: self._view(row) for row in rows} if ablates else None,
         )
@@ -356,26 +355,21 @@ class Evaluation:
         if rollout is None:
             return []
         parts = map(rollout.select, rollout.parts(self.args.batch_size))
-        trajectories = [*chain.from_iterable(map(self._sample_completions, parts))]
-        ids = [trajectory.ids for trajectory in trajectories]
-        texts = texts_of(rollout, ids, self.tokenizer)
-        final_texts = texts
-        completions: list[Any] = texts
-        turns = []
-        if self.policy.tool_loop is not None:
-            completions = [trajectory.messages for trajectory in trajectories]
-            turns = [trajectory.sampled_turns for trajectory in trajectories]
+        trajectories: list[Trajectory] = []
+        if self.policy.tool_loop is None:
+            ids = [*chain.from_iterable(self.policy.sample(part.prompts)[0] for part in parts)]
+            rollout = with_one_turn(rollout, ids, self.encoder.processor)
+            texts = texts_of(rollout, ids, self.tokenizer)
+            final_texts = texts
+        else:
+            trajectories += chain.from_iterable(map(self._sample_turns, parts))
+            rollout = with_turns(rollout, trajectories)
             # Texts of all messages, and of the last message alone, which has the answer
-            texts = [as_text(strip_media(messages)) for messages in completions]
-            final_texts = [str(strip_media(messages[-1])["content"]) for messages in completions]
-        elif is_conversational({"prompt": rollout.source.messages[0]}):
-            completions = [[{"role": "assistant", "content": text}] for text in texts]
-        failures = [trajectory.failure for trajectory in trajectories]
-        source = replace(rollout.source, ids=ids, failures=failures, completions=completions, turns=turns)
-        rollout = replace(rollout, source=source)
+            texts = [as_text(strip_media(messages)) for messages in rollout.source.completions]
+            final_texts = [str(strip_media(messages[-1])["content"]) for messages in rollout.source.completions]
         rewards, extras = self._reward_completions(rollout)
         first_rewards = next(iter(rewards.values()))
-        end_ids = {*self.generation_config.eos_token_id, self.generation_config.pad_token_id}
+        ends = Ends(self.policy.config.eos_token_id)
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
@@ -383,8 +377,10 @@ class Evaluation:
                 for text, row in zip(final_texts, rollout.source.rows, strict=True)
             ],
             "correct": [None if reward is None else reward >= self.args.correct_threshold for reward in first_rewards],
-            "completion_lengths": [sum(trajectory.mask) for trajectory in trajectories],
-            "truncated": [not ids or ids[-1] not in end_ids for ids in rollout.source.ids],
+            "completion_lengths": [
+                sum(turn.stop - turn.start for turn in turns) for turns in rollout.source.sampled_turns
+            ],
+            "truncated": [not ends.end(ids, self.tokenizer) for ids in rollout.source.ids],
             **{f"reward/{name}": values for name, values in rewards.items()},
             **{f"extra/{name}": values for name, values in extras.items()},
         }
@@ -408,32 +404,25 @@ class Evaluation:
             for i in range(0, len(rollout), n)
         ]
 
-    def _sample_completions(self, rollout: Prompted) -> list[Trajectory]:
-        """Samples a trajectory per prompt: one completion, or with tools all turns within the limits of `args`."""
+    def _sample_turns(self, rollout: Prompted) -> list[Trajectory]:
+        """Samples a trajectory per prompt: all turns within the limits of `args`."""
         policy = self.policy
-        config = self.generation_config
         args = self.args
-        if policy.tool_loop is None:
-            ids = policy.complete(rollout.prompts, config, None, None)
-            # Without messages, history and log-probabilities. The mask is 1 on all tokens
-            return [
-                Trajectory(prompt, tokens, [], [], None, [1] * len(tokens), failure=failure)
-                for prompt, tokens, failure in zip(rollout.prompts, ids, rollout.source.failures, strict=True)
-            ]
         branches = Branches()
 
-        def complete(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
-            return policy.complete(prompts, config, max_lengths, branches), None
+        def sample(prompts: list[EncodedPrompt], max_lengths: list[int]) -> Samples:
+            return policy.sample(prompts, room=max_lengths, branches=branches)[0], None
 
-        ids = policy.complete(rollout.prompts, config, None, branches)
+        ids, _ = policy.sample(rollout.prompts, branches=branches)
         limits: dict[str, Any] = {"max_turns": args.max_tool_calling_iterations, "max_media": args.max_tool_media}
         limits["max_context_media"] = args.max_context_media
+        assert policy.tool_loop is not None
         loop = policy.tool_loop(
             encoder=self.encoder,
-            complete=complete,
+            complete=sample,
             branches=branches,
             max_length=args.max_completion_length,
-            end_ids=config.eos_token_id,
+            end_ids=policy.config.eos_token_id,
             loop=self.loop,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )
@@ -446,13 +435,7 @@ class Evaluation:
             "log_extra": lambda column, values: extras.__setitem__(column, list(values)),
             "log_metric": lambda name, value: self.logged_metrics.append((name, float(value))),
         }
-        reward_functions = RewardFunctions(
-            [*self.reward_funcs],
-            [*self.reward_funcs.values()],
-            [None] * len(self.reward_funcs),  # processors, which only reward models take
-            logs=logs,
-            loop=self.loop,
-        )
+        reward_functions = replace(self.reward_functions, logs=logs, loop=self.loop)
         rewards = reward_functions(rollout, self.policy.trainer_state, self.encoder.media_rules)
         for column, values in extras.items():
             if len(values) != len(rollout):
@@ -463,10 +446,9 @@ class Evaluation:
         return rewards, extras
 
 
-def _generation_config(
-    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, args: EvaluationConfig
-) -> GenerationConfig:
+def generation_config(encoder: PromptEncoder, args: EvaluationConfig) -> GenerationConfig:
     """Of the model's own config, only the EOS and suppressed tokens apply."""
+    tokenizer = tokenizer_of(encoder.processor)
     default = encoder.model.generation_config
     eos_token_ids = default.eos_token_id if isinstance(default.eos_token_id, list) else [default.eos_token_id]
     eos_token_ids = [

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import get_callable_name
@@ -20,7 +20,7 @@ from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..encoding.processors import check_processor
 from ..encoding.prompt_encoder import PromptEncoder
 from ..encoding.prompts import EncodedPrompt
-from ..engines.transformers import Branches, sample_completions, trim_after_eos
+from ..engines.samplers import Samples, TransformersSampler
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
 from ..forward.features import install_encoder_attention
@@ -31,11 +31,12 @@ from ..policy import Fallbacks, PolicyForward, check_one_run
 from ..rewards.calls import distinct_names
 from ..rewards.named import as_reward_funcs
 from ..rollout.environments import Environments, template_for_tools
+from ..rollout.reward_functions import RewardFunctions
 from ..rollout.turns import ToolLoop
 from ..trainers.base.setup import prepare_for_tools
 from ..trainers.sampling.trainer import MultimodalTrainer
 from .config import EvaluationConfig
-from .evaluation import Evaluation, Policy
+from .evaluation import Evaluation, Policy, generation_config
 from .result import EvaluationResult
 
 
@@ -106,6 +107,7 @@ def evaluate(
     print(result.metrics["accuracy"], result.metrics["accuracy_low"], result.metrics["accuracy_high"])
     ```
     """
+    args = args or EvaluationConfig()
     ignore_deprecated_names()
     check_processor(processing_class)
     accelerator = accelerator or Accelerator()
@@ -122,8 +124,6 @@ def evaluate(
         install_prefix_attention(base)
     else:
         install_encoder_attention(base)
-    # Without an accelerator, ranks don't wait for each other. They have different batches, of different lengths.
-    forward = PolicyForward(processor=processing_class, fallbacks=Fallbacks(isolate=family_of(base).isolate))
     encoder = PromptEncoder(
         base,
         processing_class,
@@ -134,11 +134,9 @@ def evaluate(
     )
     with kept_random_state():
         toolbox = Environments(tools or (), environment_factory, media_rules)
-    policy = Policy(module, encoder, functools.partial(_complete, forward, module, accelerator), toolbox)
-    if toolbox.tools or toolbox.factories:
-        _add_tools(policy, forward.fallbacks.isolate)
+    policy = _policy(module, encoder, toolbox, args, accelerator)
     reward_funcs = [*(as_reward_funcs(reward_funcs) if reward_funcs else ()), *toolbox.reward_funcs().values()]
-    return Evaluation(policy, dataset, named_rewards(reward_funcs), args or EvaluationConfig(), accelerator).run()
+    return Evaluation(policy, dataset, named_rewards(reward_funcs), args, accelerator).run()
 
 
 def _check_not_sharded(accelerator: Accelerator, model: PreTrainedModel) -> None:
@@ -149,29 +147,26 @@ def _check_not_sharded(accelerator: Accelerator, model: PreTrainedModel) -> None
         )
 
 
-def _add_tools(policy: Policy, isolate: str | None) -> None:
-    encoder = policy.encoder
+def _policy(
+    module: nn.Module, encoder: PromptEncoder, toolbox: Environments, args: EvaluationConfig, accelerator: Accelerator
+) -> Policy:
+    # Without an accelerator, ranks don't wait for each other. They have different batches, of different lengths.
+    forward = PolicyForward(processor=encoder.processor, fallbacks=Fallbacks(isolate=family_of(encoder.model).isolate))
+    tool_loop = None
+    if toolbox.tools or toolbox.factories:
+        encoder = _with_tools(encoder, toolbox)
+        tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=forward.fallbacks.isolate)
+    config = generation_config(encoder, args)
+    generating = functools.partial(unwrap_model_for_generation, module, accelerator)
+    # Ranks sample independently of each other
+    sampler = TransformersSampler(forward, accelerator, config, config.eos_token_id, config.pad_token_id, generating)
+    return Policy(module, encoder, config, functools.partial(sampler, module, step=0), toolbox, tool_loop)
+
+
+def _with_tools(encoder: PromptEncoder, toolbox: Environments) -> PromptEncoder:
     prepare_for_tools(encoder.processor)
     template_kwargs = {"chat_template": template_for_tools(encoder.processor), **encoder.template_kwargs}
-    policy.encoder = replace(encoder, template_kwargs={**template_kwargs, "tools": policy.toolbox.tools or None})
-    policy.tool_loop = functools.partial(ToolLoop, max_turns=math.inf, max_media=None, isolate=isolate)
-
-
-def _complete(
-    forward: PolicyForward,
-    model: nn.Module,
-    accelerator: Accelerator,
-    prompts: list[EncodedPrompt],
-    config: GenerationConfig,
-    max_lengths: list[int] | None,
-    branches: Branches | None,
-) -> list[list[int]]:
-    """Ranks sample independently of each other. Tokens beyond `max_lengths` are cut off later."""
-    generating = functools.partial(unwrap_model_for_generation, model, accelerator)
-    output = sample_completions(
-        forward, model, prompts, config, config.pad_token_id, generating=generating, branches=branches
-    )
-    return trim_after_eos(output, config.eos_token_id)
+    return replace(encoder, template_kwargs={**template_kwargs, "tools": toolbox.tools or None})
 
 
 def evaluate_trainer(
@@ -216,22 +211,21 @@ def evaluate_trainer(
         )
     trainer.sampler.invalidate_weights()  # an engine may hold older weights
 
-    def complete(
-        prompts: list[EncodedPrompt],
-        config: GenerationConfig,
-        max_lengths: list[int] | None,
-        branches: Branches | None,
-    ) -> list[list[int]]:
-        options = {"step": trainer.state.global_step, "config": config, "room": max_lengths, "branches": branches}
+    config = generation_config(trainer.prompts, args)
+
+    def sample(prompts: list[EncodedPrompt], **options: Any) -> Samples:
         with trainer.offloading():
-            return trainer.sampler(trainer.model_wrapped, prompts, **options)[0]
+            return trainer.sampler(
+                trainer.model_wrapped, prompts, step=trainer.state.global_step, config=config, **options
+            )
 
     with kept_random_state():
         toolbox = trainer.toolbox.with_new_environments()
     policy = Policy(
         trainer.model,
         trainer.prompts,
-        complete,
+        config,
+        sample,
         toolbox,
         trainer.tool_loop if trainer.toolbox.tools else None,
         trainer.args.on_media_error,
@@ -255,8 +249,8 @@ def check_has_sampler(candidate: MultimodalTrainer) -> None:
         )
 
 
-def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> dict[str, Callable]:
-    """Returns reward functions by distinct names. Raises `ValueError` for models, duplicates and an empty list."""
+def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] | None = None) -> RewardFunctions:
+    """Returns reward functions with distinct names. Raises `ValueError` for models, duplicates and an empty list."""
     reward_funcs = as_reward_funcs(reward_funcs)
     if not reward_funcs:
         raise ValueError("The evaluation has no reward function; pass at least one, which decides what is correct.")
@@ -271,4 +265,4 @@ def named_rewards(reward_funcs: Callable | list[Callable], names: Sequence[str] 
     names = names or [get_callable_name(reward_func) for reward_func in reward_funcs]
     if len(set(map(id, reward_funcs))) < len(reward_funcs):
         raise ValueError(f"Of the reward functions {names}, one is passed twice; pass it once.")
-    return dict(zip(distinct_names(names), reward_funcs, strict=True))
+    return RewardFunctions(distinct_names(names), reward_funcs, [None] * len(reward_funcs))  # `None`: no processors

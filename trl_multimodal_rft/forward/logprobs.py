@@ -292,7 +292,7 @@ def _batch(model: PreTrainedModel, request: ScoreRequest) -> _Batch:
     if request.whole:
         ids = ids[:, :0]
         mask = mask[:, :0]
-    if request.is_packed:
+    if request.packed:
         options = {"with_last": request.compute_aux_loss, "states": request.states}
         batch = _packed_batch(model, prompts, ids, mask, **options)
     else:
@@ -308,7 +308,7 @@ def _label_sequences(batch: _Batch, request: ScoreRequest) -> _Batch:
     is_scored = mask.bool()
     device = mask.device
     # Position of each sequence's first token: a packed row joins sequences, and padded rows are padded on the left
-    if request.is_packed:
+    if request.packed:
         unique_prompts = list(group_by_prompt(prompts))
         ends = dict(zip(unique_prompts, accumulate(map(len, unique_prompts)), strict=True))
         first_positions = torch.tensor([ends[prompt.shared] - len(prompt) for prompt in prompts], device=device)

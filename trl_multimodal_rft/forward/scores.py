@@ -109,9 +109,9 @@ class ScoreRequest:
             Each completion's prompt, length `B`; completions of a group share one object.
         ids, mask (`torch.Tensor`):
             Right-padded completions, and 1 on their tokens, shape `(B, C)`.
-        packed (`bool`, *optional*):
-            Whether prompts are forwarded once for all their completions. By default, they are, unless the
-            [`~policy.PolicyForward`] that scores the request has fallen back to padded rows.
+        packed (`bool`, *optional*, defaults to `True`):
+            Whether prompts are forwarded once for all their completions, unless the [`~policy.PolicyForward`] that
+            scores the request pads rows (`Fallbacks.packing`).
         logps, hidden (`bool`, *optional*, default to `True` and `False`):
             Whether to compute log-probabilities and entropies, and whether to return the LM head's inputs,
             `(B, C, H)` with hidden size `H`, respectively.
@@ -150,7 +150,7 @@ class ScoreRequest:
     prompts: Sequence[EncodedPrompt]
     ids: torch.Tensor
     mask: torch.Tensor
-    packed: bool | None = None
+    packed: bool = True
     logps: bool = True
     hidden: bool = False
     compute_aux_loss: bool = False
@@ -168,11 +168,6 @@ class ScoreRequest:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether prompts are forwarded once for all their completions, also where the request doesn't say."""
-        return self.packed is not False
 
     @property
     def needs_policy(self) -> bool:

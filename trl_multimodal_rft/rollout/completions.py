@@ -6,18 +6,33 @@ In shapes, `N` is the number of completions, and `C` the number of columns for t
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
+from ..encoding.processors import ends_with
 from ..encoding.prompts import EncodedPrompt
 from .rollout import Drawn, Prompted, Rollout
 
 
 # Keys in the output of `rollout_func` that aren't columns for reward functions
 _ROLLOUT_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tokens and texts that end a completion."""
+
+    ids: Sequence[int]
+    texts: Sequence[str] = ()
+
+    def end(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Returns whether a completion ends with a token or a text that ends completions."""
+        ends_with_token = bool(ids) and ids[-1] in (*self.ids, tokenizer.pad_token_id)
+        return ends_with_token or ends_with(ids, self.texts, tokenizer)
 
 
 def right_pad(rows: Sequence[Sequence], value: float, multiple: int | None = None) -> torch.Tensor:

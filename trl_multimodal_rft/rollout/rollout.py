@@ -13,6 +13,7 @@ from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards
 from ..forward.prompts import left_pad, rows_of, to_device
+from ..forward.scores import ScoreRequest
 from ..policy import Completions
 
 
@@ -242,6 +243,10 @@ class Rollout(Prompted):
     def completions(self) -> Completions:
         """First fields of a [`~forward.scores.ScoreRequest`]: prompts, ids and mask."""
         return self.prompts, self.completion_ids, self.completion_mask
+
+    def request(self, **options: Any) -> ScoreRequest:
+        """Returns a request for scores of the completions. `options` are its other fields."""
+        return ScoreRequest(*self.completions, self.packed, **options)
 
     @property
     def loss_mask(self) -> torch.Tensor:

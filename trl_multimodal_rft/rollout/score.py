@@ -6,6 +6,7 @@ In shapes, `N` is the number of completions, and `C` the number of columns for t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,9 @@ from .rollout import Rollout
 
 def score_in_batches(policy: PolicyForward, model: nn.Module, rollout: Rollout, size: int) -> Scores:
     """Returns the scores of a rollout, or of a part of it, in forwards of `size` completions."""
-    prompts, ids, mask = rollout.completions
+    request = rollout.request()
     ranges = rollout.parts(size)
-    slices = [slice(indices.start, indices.stop) for indices in ranges]  # slices copy no tensor, unlike `select`
-    requests = [ScoreRequest(prompts[rows], ids[rows], mask[rows], rollout.packed) for rows in slices]
-    parts = [policy.score(model, request) for request in requests]
+    parts = [policy.score(model, _rows_of(request, slice(rows.start, rows.stop))) for rows in ranges]
     return parts[0] if len(parts) == 1 else Scores.join(parts, ranges)
 
 
@@ -43,16 +42,15 @@ def score_with_view(
     are the plain ones. `rows` are the batch indices of the completions to forward, by default all. `options` are
     further fields of the [`~forward.scores.ScoreRequest`].
     """
-    prompts, ids, mask = rollout.completions
     views = rollout.view.prompts
     n = len(rollout)
-    packed = rollout.packed
     if views:
         replaces = rollout.view.replaces
         scored_rows = [*(range(n) if rows is None else rows), *(n + i for i in replaces.nonzero()[:, 0].tolist())]
         scored_rows = None if len(scored_rows) == 2 * n else scored_rows  # `None` forwards all rows
-        doubled_completions = [*prompts, *views], torch.cat([ids, ids]), torch.cat([mask, mask])
-        scores = policy.score(model, ScoreRequest(*doubled_completions, packed, rows=scored_rows, **options))
+        prompts, ids, mask = rollout.completions
+        doubled = {"prompts": [*prompts, *views], "ids": torch.cat([ids, ids]), "mask": torch.cat([mask, mask])}
+        scores = policy.score(model, replace(rollout.request(rows=scored_rows, **options), **doubled))
         plain = scores.rows(slice(n))
         view_scores = scores.rows(slice(n, None))
         is_replaced = replaces[:, None]
@@ -62,7 +60,7 @@ def score_with_view(
         )
         plain.deferred = scores.deferred
     else:
-        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed, rows=rows, **options))
+        plain = policy.score(model, rollout.request(rows=rows, **options))
     if rows is not None and rollout.old_per_token_logps is not None:
         # The old log-probabilities, so that rows that aren't forwarded get a ratio of policy to old policy of 1. The
         # first forward has none yet, and the zeros of these rows become the old ones
@@ -83,12 +81,11 @@ def score_dependency(
     part_scores = []
     dependencies = []
     for part in map(rollout.select, ranges):
-        prompts, ids, mask = part.completions
-        plain = policy.score(model, ScoreRequest(prompts, ids, mask, packed=part.packed, hidden=True))
+        plain = policy.score(model, part.request(hidden=True))
         head = head_of(policy.unwrapped(model), rule)
-        target_mask = mask * part.view.replaces[:, None]
+        target_mask = part.completion_mask * part.view.replaces[:, None]
         target = Target(target_mask, rule, beta=0.0, temperature=policy.temperature, hidden=plain.hidden, head=head)
-        scores = policy.score(model, ScoreRequest(part.view.prompts, ids, mask, packed=part.packed, target=target))
+        scores = policy.score(model, replace(part.request(target=target), prompts=part.view.prompts))
         dependencies.append(scores.divergences)
         plain.hidden = None  # frees its memory before the next part
         part_scores.append(plain)
@@ -111,20 +108,21 @@ def score_values(
 
     Shapes: `is_cut` `(N,)`; returns `(N, C)` and `(N,)`.
     """
-    prompts, ids, mask = rollout.completions
+    request = rollout.request(critic=critic, logps=False)
+    mask = request.mask
     lengths = mask.sum(1, keepdim=True)
-    extended_mask = mask
     if is_cut is not None:
         # The state after the last token is the state before a further token, whose id doesn't matter
-        ids = F.pad(ids, (0, 1))
         extended_mask = F.pad(mask, (0, 1)).scatter_add(1, lengths, is_cut[:, None].to(mask.dtype))
-    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-    options = {"packed": rollout.packed, "critic": critic, "logps": False}
-    scores = [
-        policy.score(model, ScoreRequest(prompts[part], ids[part], extended_mask[part], **options)) for part in parts
-    ]
-    values = torch.cat([part_scores.values for part_scores in scores])
-    bootstrap = torch.zeros(len(ids), device=ids.device)
+        request = replace(request, ids=F.pad(request.ids, (0, 1)), mask=extended_mask)
+    parts = [slice(start, start + size) for start in range(0, len(request), size)]
+    values = torch.cat([policy.score(model, _rows_of(request, part)).values for part in parts])
+    bootstrap = torch.zeros(len(request), device=mask.device)
     if is_cut is not None:
         bootstrap = torch.where(is_cut, values.gather(1, lengths)[:, 0], 0)
     return torch.where(mask.bool(), values[:, : mask.size(1)], 0), bootstrap
+
+
+def _rows_of(request: ScoreRequest, rows: slice) -> ScoreRequest:
+    """A slice copies no tensor, unlike indices."""
+    return replace(request, prompts=request.prompts[rows], ids=request.ids[rows], mask=request.mask[rows])

@@ -112,53 +112,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class ToolOutcome:
-    """Completions after all their turns, results of tools included."""
-
-    ids: list[list[int]]
-    logps: list[list[float | None]] | None  # log-probabilities, if an engine samples
-    mask: list[list[int]]  # 0 on tokens of tool results
-    prompts: list[EncodedPrompt]  # prompts to score with, see [`prompts_with_results`]
-    messages: list[list[dict[str, Any]]]  # of each completion
-    turns: list[list[Turn]]
-    contexts: list[list[list[dict[str, Any]]]]  # messages of each context that replaced a completion's prompt
-    failures: list[Exception | None]  # errors that ended environments
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> "ToolOutcome":
-        """Returns the outcome of trajectories on which [`ToolLoop.run`] has ended."""
-        has_logps = all(trajectory.logps is not None for trajectory in trajectories)
-        return cls(
-            ids=[trajectory.ids for trajectory in trajectories],
-            logps=[trajectory.logps or [] for trajectory in trajectories] if has_logps else None,
-            mask=[trajectory.mask for trajectory in trajectories],
-            prompts=prompts_with_results(model, trajectories),
-            messages=[trajectory.messages for trajectory in trajectories],
-            turns=[trajectory.sampled_turns for trajectory in trajectories],
-            # The first context is the prompt
-            contexts=[[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories],
-            failures=[trajectory.failure for trajectory in trajectories],
-        )
-
-    def added_to(self, prompted: Prompted, drawn: Drawn) -> tuple[Prompted, Drawn]:
-        """Returns prompts and completions with all turns."""
-        source = replace(
-            prompted.source,
-            completions=self.messages,
-            turns=self.turns,
-            contexts=self.contexts,
-            failures=self.failures,
-        )
-        # The newest weights, whose version is the batch index, sampled the last token after results
-        if drawn.flight is not None:
-            has_results = torch.tensor([0 in row for row in self.mask], device=drawn.flight.versions.device)
-            latest: Any = source.batch_index  # asynchronous sampling numbers its batches
-            drawn.flight.versions[has_results, 1] = latest
-        drawn = drawn._replace(ids=self.ids, logps=self.logps, mask=self.mask)
-        return replace(prompted, prompts=self.prompts, source=source), drawn
-
-
-@dataclass(frozen=True)
 class ToolLoop:
     """Loop that calls tools and samples the next turn, until a limit is reached, or no completion ends with a call."""
 
@@ -453,11 +406,15 @@ def first_turns(rollout: Prompted, ids: list[list[int]], processing_class: Proce
     ]
 
 
-def completions_without_tools(rollout: Prompted, ids: list[list[int]], processing_class: Processor) -> list[Any]:
-    """Returns completions as texts, or as messages if the prompts are messages."""
-    if is_conversational({"prompt": rollout.source.messages[0]}):
-        return [[message] for message in first_turns(rollout, ids, processing_class)]
-    return texts_of(rollout, ids, tokenizer_of(processing_class))
+def with_one_turn(prompted: Prompted, ids: list[list[int]], processing_class: Processor) -> Prompted:
+    """Returns prompts with completions of one turn each: as texts, or as messages if the prompts are messages."""
+    source = prompted.source
+    completions: list[Any] = []
+    if is_conversational({"prompt": source.messages[0]}):
+        completions = [[message] for message in first_turns(prompted, ids, processing_class)]
+    else:
+        completions = texts_of(prompted, ids, tokenizer_of(processing_class))
+    return replace(prompted, source=replace(source, ids=ids, completions=completions))
 
 
 def texts_of(rollout: Prompted, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -496,6 +453,33 @@ def run_turns(
         )
     loop.run(trajectories)
     return trajectories
+
+
+def with_turns(prompted: Prompted, trajectories: Sequence[Trajectory]) -> Prompted:
+    """Returns prompts with the completions of trajectories on which [`ToolLoop.run`] has ended."""
+    source = replace(
+        prompted.source,
+        ids=[trajectory.ids for trajectory in trajectories],
+        completions=[trajectory.messages for trajectory in trajectories],
+        turns=[trajectory.sampled_turns for trajectory in trajectories],
+        # The first context is the prompt
+        contexts=[[messages for messages, _ in trajectory.contexts[1:]] for trajectory in trajectories],
+        failures=[trajectory.failure for trajectory in trajectories],
+    )
+    return replace(prompted, source=source)
+
+
+def drawn_turns(prompted: Prompted, drawn: Drawn, trajectories: Sequence[Trajectory]) -> Drawn:
+    """Returns the completions of trajectories, where `drawn` has their first turns."""
+    masks = [trajectory.mask for trajectory in trajectories]
+    # The newest weights, whose version is the batch index, sampled the last token after results
+    if drawn.flight is not None:
+        has_results = torch.tensor([0 in row for row in masks], device=drawn.flight.versions.device)
+        latest: Any = prompted.source.batch_index  # asynchronous sampling numbers its batches
+        drawn.flight.versions[has_results, 1] = latest
+    has_logps = all(trajectory.logps is not None for trajectory in trajectories)
+    logps = [trajectory.logps or [] for trajectory in trajectories] if has_logps else None
+    return drawn._replace(ids=[trajectory.ids for trajectory in trajectories], logps=logps, mask=masks)
 
 
 def prompts_with_results(model: PreTrainedModel, trajectories: Sequence[Trajectory]) -> list[EncodedPrompt]:

@@ -63,14 +63,13 @@ class Asked:
 
     def __call__(self) -> list:
         if self.k == 0:
-            _, ids, logps, _ = self.engine.generate(self.prompts)
-            return [(own, [logp for [logp] in each]) for own, each in zip(ids, logps, strict=True)]
+            return self.engine.sample(self.engine.requests(self.prompts))
         numbers = [i // 4 for i in range(16)]
         flight = self.trainer.in_flight
         self.place += 1
         keys = request_keys(self.prompts, numbers, range(16), 0, 1)
-        prompts = zip(keys, self.engine.server_requests(self.prompts), strict=True)
-        asked = {key: each._replace(seed=key[2]) for key, each in prompts}
+        prompts = zip(keys, self.engine.requests(self.prompts), strict=True)
+        asked = {key: each.for_server()._replace(seed=key[2]) for key, each in prompts}
         flight.max_staleness = self.place  # one salt
         flight.ask(self.place, None, numbers, asked, {}, views=None, probes=[])
         _, answers, _ = flight.take(self.place)

@@ -195,8 +195,10 @@ def test_requests_in_flight_go_on_with_new_weights(server, omni, tmp_path, monke
     drawn = []
     engine = trainer.vllm_generation
     client = trainer.vllm_generation.vllm_client
-    make_requests = engine._requests
-    monkeypatch.setattr(engine, "_requests", lambda *args: drawn.extend(make_requests(*args)) or drawn)
+    make_requests = engine.requests
+    monkeypatch.setattr(
+        engine, "requests", lambda *args, **options: drawn.extend(make_requests(*args, **options)) or drawn
+    )
     trainer_draw(trainer)
     [(prompts, _, _)] = trainer.sampler.calls
     asked = [each._replace(max_tokens=200).for_server() for each in drawn]

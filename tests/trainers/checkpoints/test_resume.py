@@ -35,6 +35,7 @@ from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.rows.fingerprint import differences, fingerprint
+from trl_multimodal_rft.forward import logprobs
 from trl_multimodal_rft.trainers.checkpoints.files import load_rollout_state
 
 
@@ -430,20 +431,21 @@ def test_unused_state_stays_in_the_checkpoint(straight, tmp_path):
     assert not any("replay/frac" in entry for entry in trainer.state.log_history if entry.get("step", 0) > 6)
 
 
-def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight, tmp_path):
+def test_a_run_with_padded_rows_does_not_pack_what_a_checkpoint_packed(straight, tmp_path, monkeypatch):
     """This also holds in the middle of a generation batch. The trainer measures its way of scoring anew."""
     name = "several epochs"
     step = 6
     uninterrupted = straight(name)
     assert uninterrupted._policy.fallbacks.packing
     trainer = CASES[name].make(tmp_path, save_strategy="no", packing="padded", self_check=True, max_steps=step + 3)
-    scored = []
-    score = trainer._policy.score
-    trainer._policy.score = lambda model, request, **more: (
-        scored.append(request.packed) or score(model, request, **more)
-    )
+    made = []
+    for kind in ("_packed_batch", "_padded_batch"):
+        make = getattr(logprobs, kind)
+        monkeypatch.setattr(
+            logprobs, kind, lambda *args, _kind=kind, _make=make, **more: made.append(_kind) or _make(*args, **more)
+        )
     trainer.train(resume_from_checkpoint=checkpoint(uninterrupted, step))
-    assert scored and not any(scored) and not trainer._policy.fallbacks.packing
+    assert {*made} == {"_padded_batch"} and not trainer._policy.fallbacks.packing
     assert trainer.checks.self_check.packed is None and trainer.checks.self_check.padded < 1e-5
 
 

@@ -269,7 +269,7 @@ def test_the_self_check_measures_media_after_a_prompt_longer_than_the_windows(mo
 
     def packs():
         conversation = with_answer(model, pair, pair.answers["chosen"])
-        of_pairs = check_pairs(policy, model, [pair], True, lambda *of_answer: pair.answers["chosen"].media)
+        of_pairs = check_pairs(policy, model, [pair], lambda *of_answer: pair.answers["chosen"].media)
         _, fallbacks = check_conversation(policy, model, [conversation], [answered], False)
         return of_pairs.fallbacks.packing, fallbacks.packing
 

@@ -210,7 +210,7 @@ def test_loss_and_gradient_are_the_models_own(family, packing, tmp_path):
     learned = [decode(each.input_ids[each.learned]) for each in batch["sequences"]]
     assert learned == [f"{chat[-1]['content'][0]['text']}<|im_end|>\n" for chat in chats]
     n = sum(int(mask[1:].sum()) for mask in masks)
-    assert trainer._policy.worth_packing(batch["sequences"], [0] * len(rows), len(rows))
+    assert trainer._policy.worth_packing(batch["sequences"], [0] * len(rows), len(rows)) == packing
     loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(n))
     loss.backward()
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}

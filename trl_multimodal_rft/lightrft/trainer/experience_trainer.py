@@ -469,7 +469,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             # Estimated number of actions of a generation batch: these samples count as one micro-batch, and all others
             # as equally long. `train_on_buffer` corrects the number.
             num_items_in_batch=self.accelerator.reduce(mask.sum().float()) * args.steps_per_generation,
-            packed=self._policy.fallbacks.packing and self.actor.packing_samples,  # as when experience was scored
+            packed=self.actor.packing_samples,  # as when experience was scored
             rewards=RewardValues(scorable=torch.tensor([item.is_scorable for item in items], device=device).long()),
             tokens=TokenChoice(matrices.get("action_entropy"), weights=torch.ones_like(mask, dtype=torch.float32)),
             step=self.state.global_step,

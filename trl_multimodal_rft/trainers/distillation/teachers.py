@@ -31,7 +31,6 @@ from ...engines.vllm_teacher import ServerTeacher
 from ...families import family_of, input_modalities
 from ...forward.divergence import Head, SpanTarget, Target, Targets, head_of, top_k_tokens
 from ...forward.head import HeadRule
-from ...forward.scores import ScoreRequest
 from ...forward.trees import share_media
 from ...models.modes import evaluation_mode
 from ...models.parts import kept_requires_grad
@@ -159,9 +158,7 @@ class Teacher:
         if self.server is not None:
             return Target(mask, rule, ids=scores.ids, logps=scores.logps, **settings)
         with torch.no_grad(), self.scoring_model() as model:
-            completions = scores.prompts or rollout.prompts, rollout.completion_ids, rollout.completion_mask
-            packed = rollout.packed and self.policy.fallbacks.packing
-            request = ScoreRequest(*completions, packed=packed, hidden=True, logps=False)
+            request = replace(rollout.request(hidden=True, logps=False), prompts=scores.prompts or rollout.prompts)
             hidden: Any = self.policy.score(model, request).hidden
             head = head_of(self.policy.unwrapped(model), self.rules[1])
             if args.loss_top_k:

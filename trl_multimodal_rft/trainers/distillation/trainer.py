@@ -16,7 +16,7 @@ from ...algorithms.losses import LossOutput
 from ...algorithms.metrics import scored_mean
 from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...engines.samplers import Sampler
-from ...forward.scores import ScoreRequest, Scores
+from ...forward.scores import Scores
 from ...models.parts import check_base_is_kept
 from ...reporting.model_card import common_lines, in_code
 from ...rewards.calls import distinct_names
@@ -228,7 +228,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         target = self._teachers.target(rollout)
-        request = ScoreRequest(*rollout.completions, packed=rollout.packed, target=target)
+        request = rollout.request(target=target)
         self._scores = self._policy.score(model, request)
         return self._scores
 

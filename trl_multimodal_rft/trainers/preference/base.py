@@ -168,7 +168,7 @@ class PreferenceTrainer(CompletionTrainer):
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
         """Scores are in the order of `completion_ids`."""
-        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        completions, packed = completions_to_score(self._policy, inputs)
         return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
 
     def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:

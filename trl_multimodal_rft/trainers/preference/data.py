@@ -25,7 +25,6 @@ from ...forward.scores import with_answer
 from ...policy import Completions, PolicyForward
 from ...rollout.view_prompts import view_of_row
 from ...views.views import View
-from ..base.configs import ReadingConfig
 from ..reading.collator import ConfigT, RowCollator, missing_columns_error
 
 
@@ -218,10 +217,8 @@ def _holds_media(pair: PreferencePair) -> bool:
     return bool(pair.modalities or pair.answers)
 
 
-def completions_to_score(
-    policy: PolicyForward, inputs: dict[str, Any], args: ReadingConfig
-) -> tuple[Completions, bool]:
+def completions_to_score(policy: PolicyForward, inputs: dict[str, Any]) -> tuple[Completions, bool]:
     """Returns the completions of a micro-batch, and whether to pack them. Packing must save enough tokens."""
     prompts = inputs["prompts"]
-    packed = args.packing == "prefix" and policy.worth_packing(prompts, inputs["lengths"], len(prompts))
+    packed = policy.worth_packing(prompts, inputs["lengths"], len(prompts))
     return (prompts, inputs["completion_ids"], inputs["completion_mask"]), packed

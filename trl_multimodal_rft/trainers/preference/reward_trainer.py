@@ -167,7 +167,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
     # Update
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
-        completions, packed = completions_to_score(self._policy, inputs, self.args)
+        completions, packed = completions_to_score(self._policy, inputs)
         scores = self._policy.rewards(model, completions, packed=packed)
         margin = inputs["margin"]
         tie = inputs["tie"]

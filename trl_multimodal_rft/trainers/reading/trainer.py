@@ -133,12 +133,12 @@ class CompletionTrainer(BaseTrainer):
                 install_prefix_attention(model)
         compile_models(self.accelerator, self.args, self.model, self.ref_model)
         # `outputs` begin with log-probabilities and entropies, which every request returns
-        fallbacks = Fallbacks(not obstacle, family_of(models[0]).isolate, logits_from_model=not all(has_heads))
+        packing = packs and not obstacle
+        fallbacks = Fallbacks(packing, family_of(models[0]).isolate, logits_from_model=not all(has_heads))
         options = {"max_tokens": self.args.max_tokens_per_microbatch, "extra_outputs": outputs[2:]}
         self._policy = PolicyForward(self.accelerator, self.processing_class, fallbacks, **options)
         self.checks = Checks(self._policy, self.accelerator)
         self._check_rows = check
-        self._packs = packs
         self._stream.is_new(self.train_dataset)
         self._check_held_out(self.eval_dataset)
 
@@ -246,7 +246,7 @@ class CompletionTrainer(BaseTrainer):
         if self.args.self_check and self.model.training:
             processor_outputs = partial(inputs["plain"], cache(self._load_processor))
             self.checks.on_rows(
-                partial(self._check_rows, packs=self._packs, processor_outputs=processor_outputs),
+                partial(self._check_rows, processor_outputs=processor_outputs),
                 model,
                 inputs["sequences"],
             )

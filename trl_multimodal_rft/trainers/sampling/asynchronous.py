@@ -22,7 +22,7 @@ from ...engines.vllm_servers import Servers
 from ...rollout.completions import with_completions
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Flight, Prompted, Rollout
-from ...rollout.turns import completions_without_tools
+from ...rollout.turns import with_one_turn
 from .context import Context
 from .prompting import Prompting
 from .rollout_views import prompts_under_views, without_extra
@@ -138,7 +138,7 @@ class AsynchronousSampling:
         row_indices = [rollout.source.row_indices[i] for i in batch_indices]
         # A key is (batch index, row index, seed, number of completions)
         keys = request_keys(prompts, row_indices, global_indices, batch_index, context.args.seed)
-        requests = self.engine.server_requests(prompts)
+        requests = [request.for_server() for request in self.engine.requests(prompts)]
         if not self.prompting.toolbox.tools:  # with tools, later turns need the decoded media
             for prompt in prompts:
                 prompt.decoded = ()
@@ -179,12 +179,8 @@ class AsynchronousSampling:
 
         def reward(part: Prompted, samples: list[ServerSample]) -> EarlyRewards:
             all_ids = [ids for ids, _ in samples]
-            source = replace(
-                part.source,
-                ids=all_ids,
-                whole_groups=len(part) == context.group_sizes[0],
-                completions=completions_without_tools(part, all_ids, flight.processor),
-            )
+            part = with_one_turn(part, all_ids, flight.processor)
+            source = replace(part.source, whole_groups=len(part) == context.group_sizes[0])
             part = replace(part, source=source)
             return reward_functions.call_early(part, context.live.state, context.args.rules, flight.calls)
 

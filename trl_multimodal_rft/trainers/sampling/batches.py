@@ -164,8 +164,6 @@ class Batches:
         self.n_trained = state["step"]
         if state["buffered_inputs"] is not None:
             device = self.context.accelerator.device
-            packs = self.sampling.scoring.policy.fallbacks.packing  # this run may have fallen back to padded rows
-            parts = [part.to(device) for part in state["buffered_inputs"]]
-            self.parts = [replace(part, packed=part.packed and packs) for part in parts]
+            self.parts = [part.to(device) for part in state["buffered_inputs"]]
         if self.groups is not None and state["groups"] is not None:
             self.groups.load_state_dict(state["groups"])

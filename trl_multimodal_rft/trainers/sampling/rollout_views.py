@@ -9,7 +9,7 @@ import torch
 from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import Drawn, Prompted
-from ...rollout.turns import completions_without_tools
+from ...rollout.turns import with_one_turn
 from ...rollout.view_prompts import view_prompts
 from ...views.options import as_schedule, last_of_groups
 from ...views.views import View
@@ -63,11 +63,8 @@ def without_extra(
         context.metrics.add({"view/strength": strength})
     if contrast:
         indices = [*contrast]
-        selected = prompted.select(indices)
-        ids = drawn.ids[n:]
-        completions = completions_without_tools(selected, ids, encoder.processor)
-        source = replace(selected.source, ids=ids, completions=completions, whole_groups=False)
-        extra = replace(selected, source=source), indices
+        selected = with_one_turn(prompted.select(indices), drawn.ids[n:], encoder.processor)
+        extra = replace(selected, source=replace(selected.source, whole_groups=False)), indices
     logps: list[list[float | None]] | None = None
     if drawn.logps is not None:
         # Log-probabilities from a view can't correct for the engine, because the policy is trained on the clean media

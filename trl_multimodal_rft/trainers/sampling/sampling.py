@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from ...algorithms.metrics import Latest
 from ...checks.self_check import RunSettings
 from ...data.rows.features import restore_media
-from ...encoding.processors import Processor, ends_with
+from ...encoding.processors import Processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.decoding import up_to_first_end
 from ...engines.in_flight import InFlight
@@ -25,12 +25,21 @@ from ...engines.vllm_servers import Servers
 from ...forward.scores import split_lengths
 from ...models.wrapped import computing_dtype
 from ...policy import Fallbacks
-from ...rollout.completions import take_custom_rollout, with_completions
+from ...rollout.completions import Ends, take_custom_rollout, with_completions
 from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Prompted, Rollout
-from ...rollout.turns import LIMITS, ToolLoop, ToolOutcome, Trajectory, completions_without_tools, run_turns
-from ..base.configs import SamplingConfig, sampling_changes, stops_of
+from ...rollout.turns import (
+    LIMITS,
+    ToolLoop,
+    Trajectory,
+    drawn_turns,
+    prompts_with_results,
+    run_turns,
+    with_one_turn,
+    with_turns,
+)
+from ..base.configs import sampling_changes
 from .asynchronous import AsynchronousSampling, probe_engine
 from .context import Context
 from .prompting import Prompting
@@ -39,25 +48,6 @@ from .scoring import Scoring
 
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Tokens and texts that end a completion."""
-
-    ids: Sequence[int]
-    texts: Sequence[str]
-
-    @classmethod
-    def of(cls, args: SamplingConfig, eos_token_ids: Sequence[int]) -> "Ends":
-        """Returns the ends of a config. `eos_token_ids` are the model's ends of text."""
-        stop_ids, stop_texts = stops_of(args)
-        return cls([*dict.fromkeys([*eos_token_ids, *stop_ids])], stop_texts)
-
-    def end(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Returns whether a completion ends with a token or a text that ends completions."""
-        ends_with_token = bool(ids) and ids[-1] in (*self.ids, tokenizer.pad_token_id)
-        return ends_with_token or ends_with(ids, self.texts, tokenizer)
 
 
 @dataclass
@@ -95,8 +85,7 @@ class Sampling:
             prompted, drawn = self._after_tools(prompted, drawn, branches)
             self.prompting.notes.modalities.update(*(prompt.modalities for prompt in prompted.prompts))
         else:
-            texts = completions_without_tools(prompted, drawn.ids, self.prompting.encoder.processor)
-            prompted = replace(prompted, source=replace(prompted.source, completions=texts))
+            prompted = with_one_turn(prompted, drawn.ids, self.prompting.encoder.processor)
             for prompt in prompted.prompts:
                 prompt.decoded = ()  # the sampler has read the decoded media
         self.prompting.look_for_media(prompted)
@@ -183,8 +172,10 @@ class Sampling:
             for prompt in (trajectory.prompt, *trajectory.closed_contexts):
                 for part in prompt.parts:
                     part.decoded = ()  # no later turn needs decoded media
-        outcome = ToolOutcome.of(loop.encoder.model, trajectories)
-        if self.sampler.samples_policy and any(len(turns) > 1 for turns in outcome.turns):
+        drawn = drawn_turns(prompted, drawn, trajectories)
+        prompts = prompts_with_results(loop.encoder.model, trajectories)
+        prompted = with_turns(replace(prompted, prompts=prompts), trajectories)
+        if self.sampler.samples_policy and any(len(turns) > 1 for turns in prompted.source.turns):
             obstacle = branches.obstacle
             mode = f"prefills the conversation again: {obstacle}" if obstacle else "continues from its cache"
             if mode != self.mode_after_tools:
@@ -192,12 +183,12 @@ class Sampling:
                 self.mode_after_tools = mode
         if context.is_training:
             # Each context with the tokens that were sampled after it
-            contexts, lengths = split_lengths(outcome.prompts, list(map(len, outcome.ids)))
-            tokens = chain.from_iterable(outcome.ids)
+            contexts, lengths = split_lengths(prompts, list(map(len, drawn.ids)))
+            tokens = chain.from_iterable(drawn.ids)
             ids = [[*islice(tokens, n)] for n in lengths]
             self.scoring.checks.on_tool_media(context.model, contexts, ids, self.sampler.is_engine)
         self._log_calls(trajectories)
-        return outcome.added_to(prompted, drawn)
+        return prompted, drawn
 
     def _log_calls(self, trajectories: Sequence[Trajectory]) -> None:
         """Raises `RuntimeError` if all calls of the first batch fail on all ranks."""

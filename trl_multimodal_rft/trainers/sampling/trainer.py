@@ -27,6 +27,7 @@ from ...models.modes import has_dropout
 from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
+from ...rollout.completions import Ends
 from ...rollout.environments import Environments, template_for_tools
 from ...rollout.estimates import Estimates, lost_by_reward, out_of_range, weighted_sum, with_estimates
 from ...rollout.groups import group_exchange
@@ -35,6 +36,7 @@ from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import without_gradient
 from ...rollout.turns import ToolLoop
+from ..base.configs import stops_of
 from ..base.dataset_checks import unchecked_datasets
 from ..base.loading import Models
 from ..base.optimizer import freeze_and_check
@@ -58,7 +60,7 @@ from .prompting import Prompting
 from .prompts import make_encoder, make_stream, prompt_loader
 from .rewarding import Rewarding
 from .rollout_logs import RolloutLog, log_media_contribution, reward_index
-from .sampling import Ends, Sampling
+from .sampling import Sampling
 from .scoring import Scoring
 
 
@@ -233,7 +235,8 @@ class MultimodalTrainer(BaseTrainer):
             getattr(self, "continuous_batching_config", None),
         )
         has_rows = inputs.rollout_func is None and self._knows_rows
-        ends = Ends.of(args, self.eos_token_ids)
+        stop_ids, stop_texts = stops_of(args)
+        ends = Ends([*dict.fromkeys([*self.eos_token_ids, *stop_ids])], stop_texts)
         samplers = make_samplers(
             self._context,
             self._prompting,

@@ -28,7 +28,7 @@ from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, R
 from ..reading.trainer import Batch, CompletionTrainer, NumItems, load_for_scoring, map_splits
 from .concatenated_rows import Concatenator
 from .config import MultimodalSFTConfig
-from .data import SupervisedCollator, splits_rows
+from .data import SupervisedCollator, packs, splits_rows
 
 
 # Columns that `remove_unused_columns` keeps, in addition to `dataset_text_field`
@@ -196,10 +196,10 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         sequences = inputs["sequences"]
         targets = inputs["labels"][:, 1:]
         mask = targets != -100
-        training = self.model.training
-        packing = args.packing if training or args.eval_packing is None else args.eval_packing
         # Sequences hold their completions, so the lengths of further completions are 0
-        packed = packing and self._policy.worth_packing(sequences, [0] * len(sequences), len(sequences))
+        packed = packs(args, "train" if self.model.training else "eval") and self._policy.worth_packing(
+            sequences, [0] * len(sequences), len(sequences)
+        )
         options = {"packed": packed, "compute_aux_loss": self.aux_loss_enabled, "whole": True}
         scores = self._policy.score(model, ScoreRequest(sequences, targets.clamp(min=0), mask.long(), **options))
         logps = scores.logps  # 0 on tokens that aren't learned
