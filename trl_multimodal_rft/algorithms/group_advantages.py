@@ -19,9 +19,13 @@ def group_norm(
 ) -> torch.Tensor:
     r"""
     GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
-    see [DeepSeekMath](https://huggingface.co/papers/2402.03300). $\epsilon$ is `eps`, by default TRL's 1e-4.
+    see [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
+
+    Args:
+        eps (`float`, *optional*, defaults to `1e-4`):
+            $\epsilon$, by default TRL's.
     """
     groups = group_statistics(rewards, group_ids)
     advantages = groups.centred

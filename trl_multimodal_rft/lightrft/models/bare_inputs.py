@@ -93,7 +93,7 @@ def unpadded_completions(
     and `[r, c]`, whose actions begin at 2 and 1, have the prompts `[p, q]` and `[r]`, and the completions `[a, b]` and
     `[c]`.
     """
-    rows, starts = packed_rows(sequences, num_actions, lengths)
+    rows, starts = packed_rows(sequences, num_actions, list(map(int, lengths)))
     completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if start < len(row) and _isin(row[start - 1 :], all_placeholder_ids(model, model)).any():

@@ -72,7 +72,6 @@ def packed_rows(
     completion is a sample's last `num_actions` tokens: with `lengths=[4, 2]` and `num_actions=[2, 1]`, the row `[p, q,
     a, b, r, c]` has the samples `[p, q, a, b]` and `[r, c]`, whose actions begin at 2 and 1.
     """
-    lengths = list(map(int, lengths))
     n_tokens = sum(lengths) + pad_len
     if sequences.shape != (1, n_tokens):
         names = "`packed_seq_lens` and `pad_len`" if pad_len else "`packed_seq_lens`"

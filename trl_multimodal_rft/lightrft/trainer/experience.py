@@ -287,7 +287,8 @@ class Samples:
         """
         if self.packed_seq_lens is None:
             return self
-        rows, starts = packed_rows(self.sequences, self.num_actions, self.packed_seq_lens, self.pad_len or 0)
+        lengths = list(map(int, self.packed_seq_lens))
+        rows, starts = packed_rows(self.sequences, self.num_actions, lengths, self.pad_len or 0)
         if self.attention_mask is not None and not self.attention_mask[0, : sum(map(len, rows))].all():
             raise ValueError("`attention_mask` hides tokens of packed samples; leave them out instead.")
         prompts = [row[:start] for row, start in zip(rows, starts, strict=True)]

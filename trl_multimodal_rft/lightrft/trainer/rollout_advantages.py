@@ -190,5 +190,5 @@ def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> t
     if isinstance(first, torch.Tensor):
         return function(*inputs, torch.ones_like(first) if mask is None else mask)
     lists = (*inputs, [torch.ones_like(row) for row in first] if mask is None else mask)
-    results = function(*(zero_pad_sequences(rows, "right") for rows in lists))
+    results = function(*(zero_pad_sequences([*rows], "right") for rows in lists))
     return tuple([row[: len(original)] for row, original in zip(result, first, strict=True)] for result in results)
