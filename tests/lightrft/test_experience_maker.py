@@ -364,7 +364,7 @@ def test_families_whose_media_must_not_be_padded():
     maker = make(policy=policy, words=words, n_samples_per_prompt=2, micro_rollout_batch_size=8)
     (samples,) = maker.generate_samples(rows, max_new_tokens=4, do_sample=False)
     experience = maker.make_experience(samples)
-    for i, prompt in enumerate(samples.encoded_prompts):
+    for i, prompt in enumerate(samples.prompted.prompts):
         ids = prompt.input_ids[None]
         alone, mask, _ = policy.generate(ids, **prompt.media, max_new_tokens=4, do_sample=False)
         assert alone[0].tolist() == samples.sequences[i][samples.attention_mask[i].bool()].tolist()
@@ -386,7 +386,7 @@ def test_entropies_where_the_actor_filters_tokens(packing):
     maker = make(Injected, policy=policy, micro_rollout_batch_size=9)
     (samples,) = maker.generate_samples(TEXT, max_new_tokens=4)
     expected = maker.make_experience(samples)
-    samples.encoded_prompts = None
+    samples.prompted = None
     assert_close(maker.make_experience(samples).action_entropy, expected.action_entropy, rtol=1e-4, atol=2e-5)
 
 
@@ -463,12 +463,12 @@ def test_engines_completions_end_where_the_engine_ended_them():
     maker.sample_with_engine = lambda prompts, config: [[5], [5, end], [5, 6, 7]]
     [samples] = maker.generate_samples(["How many?"], max_new_tokens=3, pad_token_id=end)
     assert samples.action_mask.int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert samples.truncated.tolist() == [False, False, True]
+    assert samples.prompted.source.ended == [True, True, False]
 
 
 def test_group_shares_one_encoded_prompt():
     samples = make(Injected).generate_samples(IMAGE_ROWS, max_new_tokens=3)
-    prompts = [prompt for each in samples for prompt in each.encoded_prompts]
+    prompts = [prompt for each in samples for prompt in each.prompted.prompts]
     assert [prompts.index(prompt) for prompt in prompts] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
     assert [len(each.prompts) for each in samples] == [4, 4, 1]
     assert all(type(each) is Samples for each in samples)
@@ -517,7 +517,7 @@ def test_long_prompts():
     with pytest.raises(MediaError, match="row 0, column 'audio': .*1.40 s"):
         make(Injected, **family).generate_samples(rows, max_new_tokens=2)
     (cut,) = make(Injected, **family, audio_overlong="truncate").generate_samples(rows, max_new_tokens=2)
-    assert cut.encoded_prompts[0].media["feature_attention_mask"].sum() == 100
+    assert cut.prompted.prompts[0].media["feature_attention_mask"].sum() == 100
 
 
 @pytest.mark.parametrize("case", ["messages", "images", "audio"])
@@ -535,10 +535,8 @@ def test_packed_samples_are_those_of_padded_ones(case):
     )
     if case != "messages":  # the ids alone have no media
         for each in (samples, packed):
-            with pytest.raises(
-                ValueError, match=r"^Sample \d has placeholders of media.*; pass the `encoded_prompts`"
-            ):
-                maker.make_experience(replace(each, encoded_prompts=None))
+            with pytest.raises(ValueError, match=r"^Sample \d has placeholders of media.*; pass the `prompted`"):
+                maker.make_experience(replace(each, prompted=None))
     a = maker.make_experience(samples)
     b = maker.make_experience(packed)
     assert type(b) is type(a) and media_of(b).keys() == media_of(a).keys()
@@ -564,9 +562,9 @@ def test_errors_of_packed_samples():
     assert two_pads.sequences.tolist() == [[0, 1, 2, 3]]
     hidden = {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1]])}
     for changes, error in (
-        ({"packed_seq_lens": [4, 3]}, "add up to 7 tokens, but `sequences` has the shape"),
+        ({"packed_seq_lens": [4, 3]}, "add up to 7, but the sequences have the shape"),
         ({"num_actions": [2]}, "There are 1 `num_actions` for 2 packed samples"),
-        ({"num_actions": [2, 2]}, "Sample 1 has 2 tokens and 2 `num_actions`"),
+        ({"num_actions": [2, 2]}, r"`num_actions` of sample 1 \(2\) must be between 0 and 1"),
         (hidden, "`attention_mask` hides tokens of packed samples"),
         ({"action_mask": torch.ones(2, 3)}, r"`action_mask` has the shape \(2, 3\), but \(2, 2\) fits"),
     ):
@@ -823,9 +821,9 @@ def test_reward_files_are_called_by_position(parameters, tmp_path):
         maker.make_experience(samples)
         queries, prompts, references = maker.custom_reward_func.__globals__["SEEN"][-1]
         assert queries == processor().batch_decode(samples.sequences)
-        ids = [prompt.input_ids for prompt in samples.encoded_prompts]
+        ids = [prompt.input_ids for prompt in samples.prompted.prompts]
         assert prompts in (None, processor().batch_decode(ids))
-        assert references in (None, [row["references"] for row in samples.rows])
+        assert references in (None, [row["references"] for row in samples.prompted.source.rows])
         assert (prompts is None) == (parameters == "(queries)")
         assert (references is None) == FILES[parameters].endswith("None")
 
@@ -855,7 +853,7 @@ def test_servers_and_functions_see_one_text(serve):
             request = server.requests[-1]
             assert request["queries"] == processor().batch_decode(samples.sequences)
             assert each.info["reward"].tolist() == [len(query) / 2 for query in request["queries"]]
-            ids = [prompt.input_ids for prompt in samples.encoded_prompts]
+            ids = [prompt.input_ids for prompt in samples.prompted.prompts]
             assert request["prompts"] == (samples.prompts if batch is TEXT else processor().batch_decode(ids))
             actions = zip(samples.sequences[:, -samples.num_actions :], samples.action_mask, strict=True)
             texts = processor().batch_decode([row[keep] for row, keep in actions], skip_special_tokens=True)
@@ -863,9 +861,9 @@ def test_servers_and_functions_see_one_text(serve):
             if batch is TEXT:
                 assert request.keys() == {"queries", "prompts", "completions"}
                 continue
-            assert request["references"] == [row["references"] for row in samples.rows]
-            assert request["labels"] == [row["labels"] for row in samples.rows]
-            for own, row in zip(request["images"], samples.rows, strict=True):
+            assert request["references"] == [row["references"] for row in samples.prompted.source.rows]
+            assert request["labels"] == [row["labels"] for row in samples.prompted.source.rows]
+            for own, row in zip(request["images"], samples.prompted.source.rows, strict=True):
                 decoded = [PIL.Image.open(io.BytesIO(base64.b64decode(png))) for png in own or ()]
                 assert (own is None) == (row["images"] is None)
                 for got, expected in zip(decoded, row["images"] or (), strict=True):
@@ -1102,7 +1100,11 @@ def test_prompts_with_their_template(family):
         for samples in maker.generate_samples(batch, max_new_tokens=3):
             maker.make_experience(samples)
             for row, prompt, ids, mask in zip(
-                samples.rows, samples.encoded_prompts, samples.sequences, samples.attention_mask, strict=True
+                samples.prompted.source.rows,
+                samples.prompted.prompts,
+                samples.sequences,
+                samples.attention_mask,
+                strict=True,
             ):
                 media = {f"{kind}s": [medium]} if row["references"] == "cat" else {}
                 if kind == "audio" and media:

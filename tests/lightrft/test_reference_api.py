@@ -198,7 +198,7 @@ TENSORS = ["action_log_probs", "base_action_log_probs", "values", "returns", "ad
 KNOWN = [*TENSORS, "attention_mask", "action_mask", "info"]
 IMAGES = ["pixel_values", "image_grid_thws", "pixel_values_videos", "video_grid_thws", "raw_images"]
 SAMPLED = """sequences attention_mask action_mask num_actions packed_seq_lens response_length total_length prompts
-    labels pad_len encoded_prompts truncated rows"""
+    labels pad_len prompted"""
 MEDIA = ["audio_values", "audio_attention_mask", "extra_media"]
 FIELDS = {
     Samples: SAMPLED.split(),

@@ -361,6 +361,19 @@ def test_media_of_different_sizes_are_padded_on_the_right():
     assert make_experience_batch(items).extra_media["image_position_ids"].tolist() == [[1, 1, -1], [1, 1, 1]]
 
 
+def test_indices_into_other_media_are_those_of_the_sample():
+    """In a batch, indices count over the patches of all samples, as the model takes them, and -1 is padding."""
+    places = [torch.tensor([[0, 1]]), torch.tensor([[2, 0, 1], [1, 1, -1]]), torch.tensor([[1, 0]])]
+    items = [
+        BufferItemVL(torch.tensor([1]), pixel_values=torch.ones(n, 5), extra_media={"image_token_pooling": own})
+        for n, own in zip((2, 3, 2), places, strict=True)
+    ]
+    batch = make_experience_batch(items)
+    assert batch.extra_media["image_token_pooling"].tolist() == [[0, 1, -1], [4, 2, 3], [3, 3, -1], [6, 5, -1]]
+    own = [each.extra_media["image_token_pooling"].tolist() for each in split_experience_batch(batch)]
+    assert own == [[[0, 1, -1]], [[2, 0, 1], [1, 1, -1]], [[1, 0, -1]]]
+
+
 # Info and missing fields
 
 

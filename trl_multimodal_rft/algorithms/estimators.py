@@ -77,7 +77,7 @@ def estimator(name: str, **properties) -> Callable:
 
 
 # Keyword arguments whose values come from options of trainers. An estimator's other keyword arguments are settings.
-_TRAINER_ARGUMENTS = ("kl_coef", "scale", "bootstrap")
+_TRAINER_ARGUMENTS = ("kl_coef", "scale", "eps", "bootstrap")
 
 
 def as_estimator(text: str) -> Estimator:

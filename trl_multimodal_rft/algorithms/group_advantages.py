@@ -11,22 +11,30 @@ from .returns import cumulative_returns, token_rewards, whiten
 
 @estimator("group_norm", alias="grpo", needs="group")
 def group_norm(
-    rewards: torch.Tensor, group_ids: torch.Tensor, *, scale: Literal["group", "batch", "none"] = "group"
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    eps: float = EPS,
 ) -> torch.Tensor:
     r"""
     GRPO's advantage, $(R - \mathrm{mean}) / (\sigma + \epsilon)$ with the unbiased standard deviation of the group,
     see [DeepSeekMath](https://huggingface.co/papers/2402.03300).
 
-    See [`~algorithms.advantages.estimate_advantages`] for the arguments.
+    See [`~algorithms.advantages.estimate_advantages`] for the other arguments.
+
+    Args:
+        eps (`float`, *optional*, defaults to `1e-4`):
+            $\epsilon$, by default TRL's.
     """
     groups = group_statistics(rewards, group_ids)
     advantages = groups.centred
     if scale == "group":
-        advantages = advantages / (groups.std(correction=1) + EPS)[groups.index]
+        advantages = advantages / (groups.std(correction=1) + eps)[groups.index]
     elif scale == "batch":
         scorable = rewards[~rewards.isnan()].cpu().double()
         std = scorable.std() if len(scorable) > 1 else scorable.new_zeros(())
-        advantages = advantages / (std + EPS)
+        advantages = advantages / (std + eps)
     return advantages.to(rewards)
 
 

@@ -153,6 +153,7 @@ def whiten(
     mask: torch.Tensor,
     weights: torch.Tensor | None = None,
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+    scales: bool = True,
 ) -> torch.Tensor:
     """
     Shifts and scales values to mean 0 and population variance 1 over the whole mask.
@@ -165,6 +166,8 @@ def whiten(
             outside. Values outside the mask count as 0.
         reduce (`Callable`, *optional*):
             Function that sums a tensor over processes, so that mean and variance are over all processes.
+        scales (`bool`, *optional*, defaults to `True`):
+            Whether to scale values. Otherwise, they are only shifted.
 
     Returns:
         `torch.Tensor`: Whitened values, 0 outside the mask; all 0 if the values are equal.
@@ -181,6 +184,8 @@ def whiten(
     shift = mean(values)
     centred = values - shift.to(values.dtype)
     offset = mean(centred)
+    if not scales:
+        return torch.where(mask, centred - offset, 0).to(values.dtype)
     std = (mean(centred.square()) - offset.square()).clamp(min=0).sqrt()
     if std <= TOLERANCE * shift.abs().clamp(min=1):
         return torch.zeros_like(values)

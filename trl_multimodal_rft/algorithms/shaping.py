@@ -92,3 +92,11 @@ class RunningScale:
         self.count = state["count"]
         self.mean = state["mean"]
         self.squares = state["squares"]
+
+
+def shape_rewards(
+    rewards: torch.Tensor, scale: RunningScale | None, clip_range: tuple[float, float] | None
+) -> torch.Tensor:
+    """Returns rewards divided by the deviation of a running scale, if any, and then clipped to a range, if any."""
+    shaped = rewards if scale is None else rewards / scale.std
+    return shaped if clip_range is None else shaped.clamp(*clip_range)

@@ -33,7 +33,7 @@ from ...models.quantization import keep_differentiable
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward, modalities_of
 from ...versions import CACHE_NAMES
-from .bare_inputs import audio_inputs, padded_completions, token_fields, unpadded_completions
+from .bare_inputs import audio_inputs, on_action_columns, padded_completions, token_fields, unpadded_completions
 from .completions import mask_completions
 
 
@@ -255,13 +255,15 @@ class Actor(nn.Module):
                 without `packing_samples`, or if ranks hold different modalities with ZeRO-3.
         """
         vision = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
+        base = self.base_model
         vision_media = dict(zip(_VISION_NAMES, vision, strict=True)) if self._uses_vision else {}
-        audio_media = audio_inputs(self.base_model, sequences, audio_values, audio_attention_mask)
-        accepted_media = _accepted_media(self.base_model, dict(**vision_media, **audio_media, **media))
+        audio_media = audio_inputs(base, sequences, audio_values, audio_attention_mask)
+        tensors = _accepted_media(base, dict(**vision_media, **audio_media, **media))
         if packed_seq_lens is not None:
             if not self.packing_samples:
                 raise ValueError("The actor takes packed sequences only if it was made with `packing_samples=True`.")
-            batch = unpadded_completions(self.base_model, sequences, num_actions, packed_seq_lens, accepted_media)
+            request, is_action = unpadded_completions(base, sequences, num_actions, packed_seq_lens, tensors)
+            request = replace(request, compute_aux_loss=_has_router(base))
         elif isinstance(num_actions, (list, tuple)):
             raise ValueError(
                 "A list of `num_actions` belongs to packed sequences; pass `packed_seq_lens` or one number."
@@ -271,20 +273,18 @@ class Actor(nn.Module):
                 "`num_actions=None` gives no log-probabilities; set `return_output=True` or `num_actions`."
             )
         else:
-            batch = padded_completions(self.base_model, sequences, attention_mask, num_actions or 0, accepted_media)
+            request, is_action = padded_completions(base, sequences, attention_mask, num_actions or 0, tensors)
             if return_output:
-                self._check_other_ranks(batch.prompts)
-                return self._logps_and_output(sequences, attention_mask, num_actions, accepted_media, batch.is_action)
-        self._check_other_ranks(batch.prompts)
-        has_router = packed_seq_lens is not None and _has_router(self.base_model)
-        request = batch.request(packed=self.packing_samples, compute_aux_loss=has_router)
-        scores = self.policy_forward.score(self.model, request)
-        logps = batch.scatter(scores.logps.float())
+                self._check_other_ranks(request.prompts)
+                return self._logps_and_output(sequences, attention_mask, num_actions, tensors, is_action)
+        self._check_other_ranks(request.prompts)
+        scores = self.policy_forward.score(self.model, replace(request, packed=self.packing_samples))
+        logps = on_action_columns(scores.logps.float(), request.mask, is_action)
         if not return_output:
             return logps
         output = ModelOutput(aux_loss=scores.aux_loss) if scores.aux_loss is not None else ModelOutput()
         if self.high_entropy_token_ratio > 0:
-            output["action_entropy"] = batch.scatter(scores.entropies.detach())
+            output["action_entropy"] = on_action_columns(scores.entropies.detach(), request.mask, is_action)
         return logps, output
 
     def _check_other_ranks(self, prompts: Sequence[EncodedPrompt]) -> None:
@@ -412,7 +412,7 @@ class Actor(nn.Module):
         if generation_config.do_sample:
             options |= sampling_options(self.temperature, generation_config.to_dict())
         generation_config.update(**options)
-        prompts = padded_completions(base, input_ids, attention_mask, 0, media).prompts
+        prompts = padded_completions(base, input_ids, attention_mask, 0, media)[0].prompts
         self._check_other_ranks(prompts)
         # Under ZeRO-3, ranks must run equally many forwards, as they do in `generate`, which shares no prefill
         fallbacks = replace(

@@ -4,8 +4,6 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids, placeholder_
 from ...families import AUDIO_FEATURES, AUDIO_MASKS, TOKEN_FIELDS, TOKEN_FIELDS_WITH_ENDS, family_of, modality_of
 from ...forward.scores import ScoreRequest
 from ...modalities import MODALITIES
+from .completions import check_num_actions, packed_rows
 
 
 Rows = torch.Tensor | Sequence[torch.Tensor]  # ids, padded or one tensor per row
@@ -33,28 +32,12 @@ MEDIA_FIELDS = {
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 
 
-@dataclass
-class BareCompletions:
+def on_action_columns(values: torch.Tensor, mask: torch.Tensor, is_action: torch.Tensor) -> torch.Tensor:
     """
-    The prompts and completions of `B` sequences. Completions have at most `C` tokens. The caller's batch has `A`
-    action columns: its last columns, which hold the completions.
-
-    Example: with `num_actions=2`, the padded rows `[p, q, a, b]` and `[0, 0, r, c]` have the completions `[a, b]` and
-    `[c]`. So `ids` are `[[a, b], [c, 0]]`, and `is_action` is `[[True, True], [False, True]]`.
+    Moves values of completion tokens `(B, C)` to the action columns of a caller's batch, `(B, A)` or, for packed
+    samples, `(1, sum of A)`. Columns where `is_action` is false are 0.
     """
-
-    prompts: list[EncodedPrompt]  # one per sequence; equal prompts are one object
-    ids: torch.Tensor  # (B, C), padded on the right
-    mask: torch.Tensor  # (B, C)
-    is_action: torch.Tensor  # whether an action column gets a value: (B, A), or (1, sum of A) if samples are packed
-
-    def request(self, **options: Any) -> ScoreRequest:
-        """Returns a request to score the completions. `options` are further fields of [`ScoreRequest`]."""
-        return ScoreRequest(self.prompts, self.ids, self.mask, **options)
-
-    def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """Moves values of completion tokens `(B, C)` to the action columns where `is_action` is true; others are 0."""
-        return values.new_zeros(self.is_action.shape).masked_scatter(self.is_action, values[self.mask.bool()])
+    return values.new_zeros(is_action.shape).masked_scatter(is_action, values[mask.bool()])
 
 
 def padded_completions(
@@ -63,14 +46,18 @@ def padded_completions(
     attention_mask: torch.Tensor | None,
     num_actions: int,
     media: dict[str, torch.Tensor],
-) -> BareCompletions:
+) -> tuple[ScoreRequest, torch.Tensor]:
     """
-    Splits padded sequences `(B, S)` into prompts and completions. Completions are the tokens in the last `num_actions`
-    columns. Two kinds of tokens in these columns still belong to the prompt: a sequence's first token, since no token
-    predicts it, and all tokens up to and including the first text token after media.
+    Returns the prompts and completions of padded sequences `(B, S)`, and whether action columns hold tokens of
+    completions, `(B, A)`. Completions are the tokens in the last `num_actions` columns. Two kinds of tokens in these
+    columns still belong to the prompt: a sequence's first token, since no token predicts it, and all tokens up to and
+    including the first text token after media.
+
+    Example: with `num_actions=2`, the rows `[p, q, a, b]` and `[0, 0, r, c]` have the completions `[a, b]` and `[c]`,
+    and the action columns `[[True, True], [False, True]]`.
     """
     width = sequences.size(1)
-    _check_num_actions(num_actions, width)
+    check_num_actions(num_actions, width)
     mask = torch.ones_like(sequences, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     # Columns up to a row's last placeholder
     up_to_media = _isin(sequences, all_placeholder_ids(model, model)).flip(1).cumsum(1).flip(1) > 0
@@ -82,9 +69,8 @@ def padded_completions(
     unpadded_media = {name: value[mask][None] if name in TOKEN_FIELDS else value for name, value in media.items()}
     n_actions = is_action.sum(1).tolist()
     lengths = mask.sum(1).tolist()
-    completions = unpadded_completions(model, sequences[mask][None], n_actions, lengths, unpadded_media)
-    completions.is_action = is_action
-    return completions
+    request, _ = unpadded_completions(model, sequences[mask][None], n_actions, lengths, unpadded_media)
+    return request, is_action
 
 
 def unpadded_completions(
@@ -93,26 +79,14 @@ def unpadded_completions(
     num_actions: int | Sequence[int] | None,
     lengths: Sequence[int],
     media: dict[str, torch.Tensor],
-) -> BareCompletions:
+) -> tuple[ScoreRequest, torch.Tensor]:
     """
-    Splits packed samples `(1, sum of S)` into prompts and completions. A completion is a sample's last `num_actions`
-    tokens. With `lengths=[4, 2]` and `num_actions=[2, 1]`, the row `[p, q, a, b, r, c]` has the prompts `[p, q]` and
-    `[r]`, and the completions `[a, b]` and `[c]`.
+    Returns the prompts and completions of packed samples `(1, sum of S)`, see [`packed_rows`], and ones for all of
+    their actions, `(1, sum of A)`. The samples `[p, q, a, b]`
+    and `[r, c]`, whose actions begin at 2 and 1, have the prompts `[p, q]` and `[r]`, and the completions `[a, b]` and
+    `[c]`.
     """
-    lengths = list(map(int, lengths))
-    if sequences.size(0) != 1 or sum(lengths) != sequences.size(1):
-        raise ValueError(
-            f"`packed_seq_lens` add up to {sum(lengths)}, but the sequences have the shape {tuple(sequences.shape)}."
-        )
-    if num_actions is None:
-        raise ValueError("Packed sequences need `num_actions`, one number per sample.")
-    n_actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
-    if len(n_actions) != len(lengths):
-        raise ValueError(f"There are {len(n_actions)} `num_actions` for {len(lengths)} packed samples.")
-    for index, (n, length) in enumerate(zip(n_actions, lengths, strict=True)):
-        _check_num_actions(n, length, f" of sample {index}")
-    rows = sequences[0].split(lengths)
-    starts = [length - n for length, n in zip(lengths, n_actions, strict=True)]
+    rows, starts = packed_rows(sequences, num_actions, list(map(int, lengths)))
     completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if start < len(row) and _isin(row[start - 1 :], all_placeholder_ids(model, model)).any():
@@ -120,7 +94,7 @@ def unpadded_completions(
                 f"the actions of sample {index} hold media, or follow them directly; pack prompts with all of their "
                 "media, and at least one text token after them."
             )
-    fields = {name: media[name][0].split(lengths) for name in TOKEN_FIELDS if name in media}
+    fields = {name: media[name][0].split([*map(len, rows)]) for name in TOKEN_FIELDS if name in media}
     media_by_row = split_media(model, rows, {name: value for name, value in media.items() if name not in fields})
     _check_clips(model, media_by_row)
     prompt_ids = [row[:start] for row, start in zip(rows, starts, strict=True)]
@@ -129,7 +103,8 @@ def unpadded_completions(
     ]
     ids, mask = padded(completions)
     prompts = bare_prompts(model, zip(prompt_ids, media_by_row, prompt_fields, strict=True))
-    return BareCompletions(prompts, ids, mask, torch.ones(1, sum(n_actions), dtype=torch.bool, device=ids.device))
+    is_action = torch.ones(1, sum(map(len, completions)), dtype=torch.bool, device=ids.device)
+    return ScoreRequest(prompts, ids, mask), is_action
 
 
 def bare_prompts(
@@ -364,15 +339,6 @@ def _check_clips(model: PreTrainedModel, rows: Sequence[dict[str, torch.Tensor]]
                 f"`{name}` has clips of different lengths, which this family's encoder mixes with their padding; "
                 "pass rows with clips of one length at a time."
             )
-
-
-def _check_num_actions(num_actions: int, length: int, label: str = "") -> None:
-    """A token must precede the first action, because it predicts the action."""
-    if not 0 <= num_actions < length:
-        raise ValueError(
-            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: the first token of a "
-            "sequence can't be an action, because no token predicts it."
-        )
 
 
 def _isin(ids: torch.Tensor, tokens: set[int]) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Attention and action masks of sampled sequences."""
+"""Attention and action masks of sampled sequences, and packed sequences one by one."""
 
 from collections.abc import Sequence
 
@@ -62,3 +62,38 @@ def mask_completions(
         prompt_attention_mask = (prompts == pad_token_id).long().cumprod(1) == 0
     sequences = torch.cat([prompts, completions.masked_fill(~is_action, pad_token_id)], dim=1)
     return sequences, torch.cat([prompt_attention_mask.long(), is_action.long()], dim=1), is_action, truncated
+
+
+def packed_rows(
+    sequences: torch.Tensor, num_actions: int | Sequence[int] | None, lengths: Sequence[int], pad_len: int = 0
+) -> tuple[list[torch.Tensor], list[int]]:
+    """
+    Returns the samples of packed sequences `(1, sum of S + pad_len)`, and the index of each sample's first action. A
+    completion is a sample's last `num_actions` tokens: with `lengths=[4, 2]` and `num_actions=[2, 1]`, the row `[p, q,
+    a, b, r, c]` has the samples `[p, q, a, b]` and `[r, c]`, whose actions begin at 2 and 1.
+    """
+    n_tokens = sum(lengths) + pad_len
+    if sequences.shape != (1, n_tokens):
+        names = "`packed_seq_lens` and `pad_len`" if pad_len else "`packed_seq_lens`"
+        raise ValueError(
+            f"{names} add up to {n_tokens}, but the sequences have the shape {tuple(sequences.shape)}; pass the "
+            "length of each sample."
+        )
+    if num_actions is None:
+        raise ValueError("Packed sequences need `num_actions`, one number per sample.")
+    n_actions = [num_actions] * len(lengths) if isinstance(num_actions, int) else list(map(int, num_actions))
+    if len(n_actions) != len(lengths):
+        raise ValueError(f"There are {len(n_actions)} `num_actions` for {len(lengths)} packed samples.")
+    for index, (n, length) in enumerate(zip(n_actions, lengths, strict=True)):
+        check_num_actions(n, length, f" of sample {index}")
+    rows = sequences[0, : sum(lengths)].split(lengths)
+    return [*rows], [length - n for length, n in zip(lengths, n_actions, strict=True)]
+
+
+def check_num_actions(num_actions: int, length: int, label: str = "") -> None:
+    """A token must precede the first action, because it predicts the action."""
+    if not 0 <= num_actions < length:
+        raise ValueError(
+            f"`num_actions`{label} ({num_actions}) must be between 0 and {length - 1}: the first token of a "
+            "sequence can't be an action, because no token predicts it."
+        )

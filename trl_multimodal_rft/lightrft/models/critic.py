@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """A critic whose `forward` takes sequences and their number of actions, as in LightRFT, and which loads a path."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...forward.masks import sharing_obstacle
 from ...models import critic as critic_module
 from ...models.modes import checkpoint_activations
 from ...models.pretrained import policy_class, read_config
-from .bare_inputs import padded_completions
+from .bare_inputs import on_action_columns, padded_completions
 
 
 class Critic(critic_module.Critic):
@@ -108,6 +109,7 @@ class Critic(critic_module.Critic):
         """
         if num_actions is None:
             return super().forward(sequences, attention_mask, **inputs)
-        batch = padded_completions(self.model, sequences, attention_mask, num_actions, inputs)
-        request = batch.request(packed=False, isolate=family_of(self.model).isolate)
-        return batch.scatter(completion_values(super().forward, self.model, request))
+        request, is_action = padded_completions(self.model, sequences, attention_mask, num_actions, inputs)
+        request = replace(request, packed=False, isolate=family_of(self.model).isolate)
+        values = completion_values(super().forward, self.model, request)
+        return on_action_columns(values, request.mask, is_action)

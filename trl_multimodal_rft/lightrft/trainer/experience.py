@@ -11,15 +11,17 @@ Example: prompts `[p, q]` and `[r]` have the completions `[a, b]` and `[c]`. Pad
 [0, 0, r, c]]` with the action mask `[[1, 1], [0, 1]]`. Packed, they are `[[p, q, a, b], [r, c]]` with `[[1, 1], [1]]`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from accelerate.utils import recursively_apply
 from torch.nn.utils.rnn import pad_sequence
 
 from ...algorithms.advantages import clip_filter_like_weights, group_statistics
-from ...encoding.prompts import EncodedPrompt
+from ...rollout.rollout import Prompted
+from ..models.completions import packed_rows
 
 
 Tokens = torch.Tensor | list[torch.Tensor]  # padded, or packed as one tensor per sample
@@ -71,6 +73,32 @@ def clip_filter_like_weight_func(
     weights = clip_filter_like_weights(has_signal, clip_filter_like_weight_clip_eps, lamda)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
     return weights.to(rewards.device, dtype)[:, None].repeat(1, n_samples)
+
+
+def zero_pad_sequences(
+    sequences: Sequence[torch.Tensor], side: Literal["left", "right"] = "left", value: float = 0
+) -> torch.Tensor:
+    """
+    Pads tensors to the longest last dimension and stacks them.
+
+    Args:
+        sequences (`Sequence[torch.Tensor]`):
+            Tensors of shape `(..., S_i)`. Only their last dimensions may differ.
+        side, value (`str` and `float`, *optional*, default to `"left"` and `0`):
+            Side (`"left"` or `"right"`) and value of the padding.
+
+    Returns:
+        `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.
+
+    Raises:
+        `AssertionError`: If `side` is another string.
+        `ValueError`: If there are no sequences.
+    """
+    assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
+    if not sequences:
+        raise ValueError("There are no sequences to pad.")
+    rows = [sequence.movedim(-1, 0) for sequence in sequences]
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).movedim(1, -1)
 
 
 @dataclass(eq=False)
@@ -223,12 +251,8 @@ class Samples:
             Numbers of actions and of tokens of each sample, shape `(B,)`.
         prompts, labels (`list`):
             Prompt and ground truth of each sample.
-        encoded_prompts (`list[EncodedPrompt]`, *optional*):
-            Encoded prompt of each sample; samples of a group hold the same object.
-        truncated (`torch.Tensor`, *optional*):
-            Whether each completion was cut off before its end, shape `(B,)`.
-        rows (`list[dict]`, *optional*):
-            Dataset row of each sample, for reward functions.
+        prompted ([`~rollout.rollout.Prompted`], *optional*):
+            Encoded prompts, dataset rows, and whether each completion ended and wasn't cut off.
     """
 
     sequences: torch.Tensor
@@ -242,9 +266,7 @@ class Samples:
     prompts: list
     labels: list | None = None
     pad_len: int | None = None
-    encoded_prompts: list[EncodedPrompt] | None = None
-    truncated: torch.Tensor | None = None
-    rows: list[dict[str, Any]] | None = None
+    prompted: Prompted | None = None
 
     def padded(self, pad_token_id: int) -> "Samples":
         """
@@ -265,47 +287,26 @@ class Samples:
         """
         if self.packed_seq_lens is None:
             return self
-        lengths = [int(length) for length in self.packed_seq_lens]
-        n_samples = len(lengths)
-        numbers: Any = self.num_actions
-        if isinstance(numbers, int):
-            numbers = [numbers] * n_samples
-        n_actions = [int(number) for number in numbers]
-        n_tokens = sum(lengths) + (self.pad_len or 0)
-        if self.sequences.shape != (1, n_tokens):
-            raise ValueError(
-                f"`packed_seq_lens` and `pad_len` add up to {n_tokens} tokens, but `sequences` has the shape "
-                f"{tuple(self.sequences.shape)}; pass the length of each sample."
-            )
-        if len(n_actions) != n_samples:
-            raise ValueError(f"There are {len(n_actions)} `num_actions` for {n_samples} packed samples.")
-        for index, (length, number) in enumerate(zip(lengths, n_actions, strict=True)):
-            if not 0 <= number < length:
-                raise ValueError(
-                    f"Sample {index} has {length} tokens and {number} `num_actions`; a prompt of at least one token "
-                    "comes before the actions."
-                )
-        if self.attention_mask is not None and not self.attention_mask[0, : sum(lengths)].all():
+        lengths = list(map(int, self.packed_seq_lens))
+        rows, starts = packed_rows(self.sequences, self.num_actions, lengths, self.pad_len or 0)
+        if self.attention_mask is not None and not self.attention_mask[0, : sum(map(len, rows))].all():
             raise ValueError("`attention_mask` hides tokens of packed samples; leave them out instead.")
-        width = max(n_actions)
-        if self.action_mask is not None and self.action_mask.shape != (n_samples, width):
+        prompts = [row[:start] for row, start in zip(rows, starts, strict=True)]
+        completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
+        is_action = zero_pad_sequences([torch.ones_like(row, dtype=torch.bool) for row in completions], "right")
+        is_prompt = zero_pad_sequences([torch.ones_like(row) for row in prompts])
+        if self.action_mask is not None and self.action_mask.shape != is_action.shape:
             raise ValueError(
-                f"`action_mask` has the shape {tuple(self.action_mask.shape)}, but ({n_samples}, {width}) fits the "
+                f"`action_mask` has the shape {tuple(self.action_mask.shape)}, but {tuple(is_action.shape)} fits the "
                 "packed samples; pass one row per sample, padded on the right."
             )
-        rows = self.sequences[0, : sum(lengths)].split(lengths)
-        prompts = [row[: len(row) - number] for row, number in zip(rows, n_actions, strict=True)]
-        completions = [row[len(row) - number :] for row, number in zip(rows, n_actions, strict=True)]
-        is_action = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in completions], batch_first=True)
-        is_prompt = pad_sequence([torch.ones_like(row) for row in prompts], batch_first=True, padding_side="left")
-        padding = {"batch_first": True, "padding_value": pad_token_id}
-        sequences = [pad_sequence(prompts, padding_side="left", **padding), pad_sequence(completions, **padding)]
+        padded_completions = zero_pad_sequences(completions, "right", pad_token_id)
         return replace(
             self,
-            sequences=torch.cat(sequences, 1),
+            sequences=torch.cat([zero_pad_sequences(prompts, value=pad_token_id), padded_completions], 1),
             attention_mask=torch.cat([is_prompt, is_action.long()], 1),
             action_mask=is_action if self.action_mask is None else is_action & self.action_mask.bool(),
-            num_actions=width,
+            num_actions=is_action.size(1),
             packed_seq_lens=None,
             pad_len=None,
         )

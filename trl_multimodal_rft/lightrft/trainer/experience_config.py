@@ -3,21 +3,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from accelerate import Accelerator
 from transformers import GenerationConfig
 
-from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator
+from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimator, dr_grpo, group_norm, rloo
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
 from ...spelling import check_choice, check_interval, split_settings
 from ...trainers.base.options import check_values
 
 
-# Estimators that compare the completions of a prompt, and all estimators of the maker
-_COMPARING = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
-MAKER_ESTIMATORS = (*_COMPARING, "reinforce", "cpgd", "gae")
+# Estimators that compare the completions of a prompt, with the advantages that become rewards. LightRFT adds 1e-8 to
+# the standard deviation of a group, while TRL and this package's own trainers add 1e-4.
+COMPARISONS = {"group_norm": partial(group_norm, eps=1e-8), "rloo": rloo}
+COMPARISONS |= {"reinforce_baseline": dr_grpo, "dr_grpo": dr_grpo}
+MAKER_ESTIMATORS = (*COMPARISONS, "reinforce", "cpgd", "gae")
 NORMALIZED = ("gae", "reinforce", "reinforce_baseline")  # whose advantages are normalized over the batch
 
 
@@ -117,7 +120,7 @@ class ExperienceConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether rewards are shaped by those of the prompt's other completions."""
-        return self.estimator.name in _COMPARING
+        return self.estimator.name in COMPARISONS
 
     @property
     def use_kl_estimator_k3(self) -> bool:

@@ -28,7 +28,7 @@ from ...forward.prompts import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
 from ...rollout.completions import right_pad
-from ...rollout.rollout import Rollout
+from ...rollout.rollout import Prompted, Rollout, Source
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor, sampling_options
 from ..models.bare_inputs import MEDIA_FIELDS, bare_prompt, bare_prompts
@@ -43,7 +43,7 @@ from .experience import (  # noqa: F401  LightRFT's users import some of these n
     to,
 )
 from .experience_config import ExperienceConfig, check_discounts, check_generation_options
-from .replay_buffer_utils import set_media
+from .replay_buffer_utils import join_media_of
 from .reward_sources import RewardSources
 from .rollout_advantages import RolloutAdvantages, normalize_advantages_cross_batch
 from .row_checks import RowChecks
@@ -247,7 +247,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 info["soft_overlong_punishment"] = info["reward"].new_tensor(length_penalty(completions))
                 info["reward"] = info["reward"] + info["soft_overlong_punishment"]
         experiences, rewards = self.process_experiences(experiences)
-        for experience, reward in zip(experiences, self._scaled(rewards), strict=True):
+        for experience, reward in zip(experiences, self._shaped(rewards), strict=True):
             self._set_advantages(experience, reward, gamma, lambd)
         return normalize_advantages_cross_batch(experiences, self.strategy.advantage_estimator, self.strategy)
 
@@ -296,12 +296,14 @@ class NaiveExperienceMaker(RolloutAdvantages):
         # these prompts instead of the caller's, so that all micro-batches have one format.
         shown = [prompt.text if isinstance(prompt, RenderedPrompt) else restore_media(prompt) for prompt in prompts]
         rows = [{**row, "prompt": prompt} for row, prompt in zip(rows, shown, strict=True)]
+        config = _sampling_config(self.actor, self.tokenizer, self._placeholder_ids, generate_kwargs)
         n = self.strategy.n_samples_per_prompt
-        batch_size = self.strategy.micro_rollout_batch_size
-        pairs = []
-        for row, prompt in zip(rows, encoded, strict=True):
-            pairs += [(row, prompt)] * n
-        return [self._sample(pairs[i : i + batch_size], generate_kwargs) for i in range(0, len(pairs), batch_size)]
+        group_ids = torch.arange(len(rows)).repeat_interleave(n)
+        source = Source([rows[group] for group in group_ids.tolist()])
+        pad_id: Any = config.pad_token_id
+        prompted = Prompted([encoded[group] for group in group_ids.tolist()], group_ids, pad_id, source)
+        parts = prompted.parts(self.strategy.micro_rollout_batch_size)
+        return [self._sample(prompted.select(part), config) for part in parts]
 
     def _encode(self, prompts: list, encoder: PromptEncoder) -> list[EncodedPrompt]:
         return [
@@ -327,11 +329,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
             )
         return encoded
 
-    def _sample(self, micro_batch: list[tuple[dict, EncodedPrompt]], options: dict[str, Any]) -> Samples:
-        """Samples a completion per pair of a row and its prompt. Repeated pairs are the completions of a group."""
-        rows, prompts = zip(*micro_batch, strict=True)
-        config = _sampling_config(self.actor, self.tokenizer, self._placeholder_ids, options)
-        pad_id = config.pad_token_id
+    def _sample(self, prompted: Prompted, config: GenerationConfig) -> Samples:
+        """Samples a completion of each prompt. Repeated prompts are those of a group."""
+        prompts = prompted.prompts
+        rows = prompted.source.rows
+        pad_id = prompted.pad_token_id
         lengths = None
         if self.sample_with_engine is None:
             with evaluation_mode(self.actor):
@@ -361,9 +363,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             total_length=attention_mask.sum(1).float(),
             prompts=[row["prompt"] for row in rows],
             labels=labels if any(label is not None for label in labels) else None,
-            encoded_prompts=list(prompts),
-            truncated=truncated,
-            rows=list(rows),
+            prompted=replace(prompted, source=replace(prompted.source, ended=(~truncated).tolist())),
         )
 
     @torch.no_grad()
@@ -374,8 +374,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
         Args:
             samples ([`Samples`]):
-                Samples, padded or packed. Without `encoded_prompts`, prompts are the ids in `sequences`, without
-                media.
+                Samples, padded or packed. Without `prompted`, prompts are the ids in `sequences`, without media.
 
         Returns:
             [`Experience`]: Log-probabilities, values, KL divergence and `info`, in padded form. `info` holds
@@ -407,10 +406,10 @@ class NaiveExperienceMaker(RolloutAdvantages):
             "total_length": samples.total_length,
             "num_actions": samples.num_actions,
         }
-        optional_info = {"truncated": samples.truncated, "bootstrap": bootstrap, "reward_metrics": metrics or None}
+        optional_info = {"truncated": _truncated(rollout), "bootstrap": bootstrap, "reward_metrics": metrics or None}
         info |= {name: value for name, value in optional_info.items() if value is not None}
-        modalities = set().union(*(prompt.modalities for prompt in samples.encoded_prompts or []))
-        experience = (ExperienceVL if modalities else Experience)(
+        has_media = any(prompt.modalities for prompt in rollout.prompts)
+        experience = (ExperienceVL if has_media else Experience)(
             sequences=samples.sequences,
             action_log_probs=logps,
             base_action_log_probs=base_logps,
@@ -422,7 +421,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
             action_entropy=entropy if self.actor.high_entropy_token_ratio > 0 else None,
         )
         if isinstance(experience, ExperienceVL):
-            _add_media(experience, samples.encoded_prompts or [])
+            _set_media(experience, rollout.prompts)
         return experience
 
     def _action_log_probs(self, actor: Actor, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -436,15 +435,17 @@ class NaiveExperienceMaker(RolloutAdvantages):
         return torch.where(mask, scores.logps.float(), 0), entropy
 
     def _rollout(self, samples: Samples) -> Rollout:
-        n_actions = samples.num_actions
-        prompts = samples.encoded_prompts
-        if prompts is None:
+        prompted = samples.prompted
+        if prompted is None:
             prompts = _prompts_of_ids(samples, self.actor.base_model, self._placeholder_ids)
+            group_ids = torch.arange(len(prompts))  # which scoring doesn't use
+            prompted = Prompted(prompts, group_ids, self.tokenizer.pad_token_id)
         return Rollout(
-            prompts,
-            torch.arange(len(prompts)),  # group ids, which scoring doesn't use
-            self.tokenizer.pad_token_id,
-            completion_ids=samples.sequences[:, -n_actions:],
+            prompted.prompts,
+            prompted.group_ids,
+            prompted.pad_token_id,
+            prompted.source,
+            completion_ids=samples.sequences[:, -samples.num_actions :],
             completion_mask=samples.action_mask.long(),
             packed=self.actor.packing_samples,
         )
@@ -457,7 +458,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         values of the states after truncated completions, shape `(B,)`, and 0 for complete ones.
         """
         mask = samples.action_mask
-        truncated = samples.truncated if self.strategy.bootstrap_truncated else None
+        truncated = _truncated(rollout) if self.strategy.bootstrap_truncated else None
         with self._autocast(), evaluation_mode(critic):
             if isinstance(critic, Critic):
                 values, bootstrap = score_values(
@@ -476,12 +477,11 @@ class NaiveExperienceMaker(RolloutAdvantages):
                 mask, attention_mask = (
                     torch.cat([tensor, truncated[:, None].to(tensor.dtype)], 1) for tensor in (mask, attention_mask)
                 )
-            values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(samples)), 0)
+            values = torch.where(mask, critic(sequences, n_actions, attention_mask, **self._media(rollout.prompts)), 0)
         return (values, None) if truncated is None else (values[:, :-1], values[:, -1])
 
-    def _media(self, samples: Samples) -> dict[str, torch.Tensor]:
-        media = join_media(samples.encoded_prompts or [])
-        return {name: value.to(self.device) for name, value in media.items()}
+    def _media(self, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
+        return {name: value.to(self.device) for name, value in join_media(prompts).items()}
 
     # Rewards and advantages
 
@@ -497,7 +497,7 @@ class NaiveExperienceMaker(RolloutAdvantages):
         Returns:
             `tuple`: Rewards on the CPU, shape `(B,)`, `NaN` where no source applies, and metrics of `reward_fn`.
         """
-        media = self._media(samples) if self.reward_models else {}
+        media = self._media(samples.prompted.prompts) if self.reward_models and samples.prompted is not None else {}
         return self.reward_sources(samples, self.tokenizer, media)
 
     @property
@@ -511,27 +511,29 @@ class NaiveExperienceMaker(RolloutAdvantages):
 
 
 def _prompts_of_ids(samples: Samples, model: PreTrainedModel, placeholder_ids: set[int]) -> list[EncodedPrompt]:
-    """Returns the prompts of padded samples without encoded prompts, from their ids."""
+    """Returns the prompts of padded samples from their ids."""
     n = samples.num_actions
     masks = samples.attention_mask[:, :-n].bool()
     ids = [row[mask] for row, mask in zip(samples.sequences[:, :-n], masks, strict=True)]
     for index, prompt_ids in enumerate(ids):
         if placeholder_ids.intersection(prompt_ids.tolist()):
             raise ValueError(
-                f"Sample {index} has placeholders of media, but no media; pass the `encoded_prompts` of the samples, "
+                f"Sample {index} has placeholders of media, but no media; pass the `prompted` of the samples, "
                 "as `generate_samples` returns them."
             )
     return bare_prompts(model, ((prompt_ids, {}, None) for prompt_ids in ids))
 
 
-def _add_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
-    experience.media_rows = {}
-    for name, value in join_media(prompts).items():
-        field = MEDIA_FIELDS.get(name, name)
-        set_media(experience, field, value)
-        experience.media_rows[field] = [len(prompt.media.get(name, ())) for prompt in prompts]
+def _set_media(experience: ExperienceVL, prompts: list[EncodedPrompt]) -> None:
+    media = [{MEDIA_FIELDS.get(name, name): value for name, value in prompt.media.items()} for prompt in prompts]
     images = [next((decoded.media.get("image") for _, decoded in prompt.decoded), None) for prompt in prompts]
-    experience.raw_images = images if any(images) else None
+    join_media_of(media, images, experience)
+
+
+def _truncated(rollout: Rollout) -> torch.Tensor | None:
+    """Returns whether completions were cut off before their end, `(B,)`, or `None` if that isn't known."""
+    ended = rollout.source.ended
+    return ~torch.tensor(ended, device=rollout.completion_ids.device) if ended else None
 
 
 def _check_models(strategy: ExperienceConfig, actor: Actor, critic: nn.Module | None, reference: Actor | None) -> None:

@@ -17,7 +17,6 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import DataLoaderShard
 from datasets import Dataset
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Subset
@@ -37,13 +36,13 @@ from ...trainers.ppo.config import MultimodalPPOConfig
 from ...trainers.ppo.trainer import MultimodalPPOTrainer
 from ..models.actor import Actor
 from ..models.bare_inputs import bare_prompts, media_names
-from .experience import Experience
+from .experience import Experience, zero_pad_sequences
 from .experience_config import ExperienceConfig
 from .experience_maker import NaiveExperienceMaker
 from .experience_metrics import buffer_statistics, mean
 from .optimizers import TwoOptimizers, TwoSchedulers
 from .replay_buffer import ReplayBuffer
-from .replay_buffer_utils import BufferItem, media_tensors, remove_padding_in_sequences, split_experience_batch
+from .replay_buffer_utils import BufferItem, column, media_tensors, unpadded_items
 
 
 WHOLE_WEIGHTS = (
@@ -353,14 +352,10 @@ class ExperienceTrainer(MultimodalPPOTrainer):
     ) -> dict[str, float]:
         """Trains on a micro-batch, see [`PPOTrainerVL.training_step`]."""
         self.prepare_without_fit()
-        items = split_experience_batch(experience)
         if entropy_mask is not None:
-            # The mask stands in the field `action_entropy` until `remove_padding_in_sequences` has removed the mask's
-            # padding, too
-            items = [replace(item, action_entropy=row) for item, row in zip(items, entropy_mask, strict=True)]
-        if not isinstance(experience.sequences, list):
-            items = remove_padding_in_sequences(items, self._tokenizer.pad_token_id)
-        rollout = self._rollout_of(items)
+            # The mask stands in the field `action_entropy` until the mask's padding is removed, too
+            experience = replace(experience, action_entropy=entropy_mask)
+        rollout = self._rollout_of(unpadded_items(experience, self._tokenizer.pad_token_id))
         if self._update_models != models:
             self._check_last_update_complete(f"An update of {' and '.join(sorted(self._update_models))}")
         self._pop_mean_metrics()
@@ -602,7 +597,7 @@ def random_order(n: int, size: int, seed: int) -> list[int]:
 
 
 def _pad(rows: list[torch.Tensor], padding: float = 0, *, device: torch.device, pins: bool) -> torch.Tensor:
-    values = pad_sequence(rows, batch_first=True, padding_value=padding)
+    values = zero_pad_sequences(rows, "right", padding)
     return values.pin_memory().to(device, non_blocking=True) if pins and values.is_cpu else values.to(device)
 
 
@@ -610,32 +605,26 @@ def _action_rows(
     items: list[BufferItem], requirements: dict[str, bool], has_critic: bool
 ) -> dict[str, list[torch.Tensor]]:
     """
-    Returns the rows of the fields of actions that all samples have, one number per action. Raises a `ValueError` if
-    samples lack a field that is required.
+    Returns the rows of the fields of actions that samples have, one number per action. Raises a `ValueError` if
+    samples lack a field that is required, or have one number for several actions, where the critic learns one per
+    action.
     """
     rows_by_field = {}
     for name, is_needed in requirements.items():
-        rows = [getattr(item, name) for item in items if getattr(item, name) is not None]
-        if len(rows) == len(items):
-            if has_critic and name in ("values", "returns"):
-                _check_values(rows, items, name)
-            # A sample's single number counts for each of its actions
-            sizes = [item.n_actions for item in items]
-            rows = [row.expand(n) if len(row) == 1 else row for row, n in zip(rows, sizes, strict=True)]
-            rows_by_field[name] = [row.float() for row in rows]
-        elif is_needed:
-            raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+        rows = column(items, name)
+        if rows is None:
+            if is_needed:
+                raise ValueError(f"The experience has no `{name}`; make it with this trainer's `experience_maker`.")
+            continue
+        for index, (row, item) in enumerate(zip(rows, items, strict=True)):
+            if has_critic and name in ("values", "returns") and len(row) != item.n_actions:
+                raise ValueError(
+                    f"`{name}` of sample {index} has one number for {item.n_actions} actions, but the critic learns "
+                    "one per action; make the experience with this trainer's `experience_maker`."
+                )
+        # A sample's single number counts for each of its actions
+        rows_by_field[name] = [row.float().expand(item.n_actions) for row, item in zip(rows, items, strict=True)]
     return rows_by_field
-
-
-def _check_values(rows: list[torch.Tensor], items: list[BufferItem], name: str) -> None:
-    """Raises a `ValueError` if a sample has one number for several actions, where the critic learns one per action."""
-    for index, (row, item) in enumerate(zip(rows, items, strict=True)):
-        if len(row) != item.n_actions:
-            raise ValueError(
-                f"`{name}` of sample {index} has one number for {item.n_actions} actions, but the critic learns one "
-                "per action; make the experience with this trainer's `experience_maker`."
-            )
 
 
 def _no_rewards(**kwargs):

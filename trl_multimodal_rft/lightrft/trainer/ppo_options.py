@@ -2,9 +2,10 @@
 """Checks and conversion of the arguments of [`PPOTrainerVL`] and of its batches of prompts."""
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,7 +14,7 @@ from ...spelling import join_settings
 from ...trainers.ppo.config import MultimodalPPOConfig
 from ..models.actor import Actor
 from .experience_config import check_discounts, check_generation_options
-from .experience_trainer import WHOLE_WEIGHTS
+from .experience_trainer import WHOLE_WEIGHTS, Rollouts
 
 
 # Options of the config that affect only the rollouts and the loop of `MultimodalPPOTrainer`
@@ -152,29 +153,17 @@ def rows_of(batch: list[dict] | tuple, possible_columns: Sequence[tuple[str, ...
     return rows
 
 
-class RolloutSizes(NamedTuple):
+def rollouts_of(
+    dataloader: DataLoader,
+    args: MultimodalPPOConfig,
+    buffer_limit: int,
+    n_processes: int,
+    n_updates: int,
+    **methods: Callable,
+) -> Rollouts:
     """
-    Sizes of a rollout, the experience of one batch of prompts on every rank.
-
-    Args:
-        steps (`int`):
-            Number of optimizer steps.
-        prompts (`int`):
-            Number of prompts, over all ranks.
-        per_pass (`int`):
-            Number of rollouts in a pass over the prompts.
-    """
-
-    steps: int
-    prompts: int
-    per_pass: int
-
-
-def rollout_sizes(
-    dataloader: DataLoader, args: MultimodalPPOConfig, buffer_limit: int, n_processes: int
-) -> RolloutSizes:
-    """
-    Returns the sizes of a rollout. Raises a `ValueError` if its experience doesn't fill whole optimizer steps.
+    Returns the rollouts of a run. Raises a `ValueError` if the experience of a rollout doesn't fill whole optimizer
+    steps. `n_updates` is the number of optimizer steps per episode, and `methods` are further fields of [`Rollouts`].
 
     Example: 2 ranks have 4 prompts each, with 8 completions per prompt. If a rank trains on 16 samples per optimizer
     step, for 2 epochs, a rollout has 4 steps and 8 prompts.
@@ -198,4 +187,15 @@ def rollout_sizes(
             f"whole optimizer steps of {samples_per_step} (`micro_train_batch_size` x `gradient_accumulation_steps`)."
         )
     steps = n_samples // samples_per_step * args.num_ppo_epochs
-    return RolloutSizes(steps, prompts_per_rollout, n_prompts // prompts_per_rollout)
+    per_pass = n_prompts // prompts_per_rollout
+    # LightRFT's scripts count the steps of all prompts, of which the last ones may not fill a batch
+    per_episode = max(n_updates // (steps * per_pass), 1) * per_pass
+    return Rollouts(
+        dataloader,
+        steps=steps,
+        n_prompts=prompts_per_rollout,
+        per_episode=per_episode,
+        n_rollouts=math.ceil(args.num_train_epochs * per_episode),
+        limit=None if args.max_steps <= 0 else math.ceil(args.max_steps / steps),
+        **methods,
+    )

@@ -29,10 +29,10 @@ from ..strategy import OPTIONS, convert_command_line
 from ..strategy_object import Strategy
 from .experience import Experience
 from .experience_metrics import evaluation_logs, rollout_logs
-from .experience_trainer import ExperienceTrainer, Rollouts, copy_average
+from .experience_trainer import ExperienceTrainer, copy_average
 from .optimizers import check_optimizers
 from .ppo_arguments import remember_passed, resolve_arguments, take_keywords
-from .ppo_options import SAMPLING_OPTIONS, config_of, media_columns_of, rollout_sizes, rows_of
+from .ppo_options import SAMPLING_OPTIONS, config_of, media_columns_of, rollouts_of, rows_of
 from .replay_buffer import ReplayBuffer
 
 
@@ -275,26 +275,21 @@ class PPOTrainerVL:
         if pretrain_dataloader is None and isinstance(run, Strategy):
             run.ptx_coef = 0.0  # LightRFT's command line has a coefficient even without supervised rows
         trainer.set_supervised_rows(pretrain_dataloader)
-        sizes = rollout_sizes(prompts_dataloader, run, self.replay_buffer.limit, trainer.accelerator.num_processes)
-        # LightRFT's scripts count the steps of all prompts, of which the last ones may not fill a batch
-        passes_per_episode = max(num_update_steps_per_episodes // (sizes.steps * sizes.per_pass), 1)
-        rollouts_per_episode = passes_per_episode * sizes.per_pass
-        n_rollouts = math.ceil(run.num_train_epochs * rollouts_per_episode)
-        if not 0 <= consumed_samples < n_rollouts * sizes.prompts:
-            raise ValueError(
-                f"`consumed_samples` ({consumed_samples}) must be at least 0, and less than the run's "
-                f"{n_rollouts * sizes.prompts} prompts."
-            )
-        rollouts = Rollouts(
+        rollouts = rollouts_of(
             prompts_dataloader,
-            self._train_on_prompts,
-            self._log_evaluate_save,
-            sizes.steps,
-            sizes.prompts,
-            rollouts_per_episode,
-            n_rollouts,
-            None if run.max_steps <= 0 else math.ceil(run.max_steps / sizes.steps),
+            run,
+            self.replay_buffer.limit,
+            trainer.accelerator.num_processes,
+            num_update_steps_per_episodes,
+            train_on=self._train_on_prompts,
+            end_episode=self._log_evaluate_save,
         )
+        n_prompts = rollouts.n_rollouts * rollouts.n_prompts
+        if not 0 <= consumed_samples < n_prompts:
+            raise ValueError(
+                f"`consumed_samples` ({consumed_samples}) must be at least 0, and less than the run's {n_prompts} "
+                "prompts."
+            )
         trainer.run(rollouts, consumed_samples, run.resume_from_checkpoint)
         if self.ema_model is not None:
             copy_average(trainer.ema, self.actor, self.ema_model)

@@ -7,16 +7,10 @@ from typing import Any
 
 import torch
 
-from ...algorithms.returns import whiten
 from .experience import Experience
 from .experience_config import ExperienceConfig
-from .replay_buffer_utils import (
-    BufferItem,
-    make_experience_batch,
-    remove_padding_in_sequences,
-    share_media,
-    split_experience_batch,
-)
+from .replay_buffer_utils import BufferItem, make_experience_batch, share_media, unpadded_items
+from .rollout_advantages import whiten_rows
 
 
 class ReplayBuffer:
@@ -67,9 +61,7 @@ class ReplayBuffer:
             )
         self._normalized_fields = set()
         batch = replace(experience)  # a shallow copy, since `to_device` changes fields in place
-        items = split_experience_batch(batch.to_device("cpu") if self.cpu_offload else batch)
-        if not isinstance(batch.sequences, list):
-            items = remove_padding_in_sequences(items)
+        items = unpadded_items(batch.to_device("cpu") if self.cpu_offload else batch)
         share_media([*self._items[-1:], *items])  # a group may span two calls of `append`
         # A limit of 0 keeps all, since `[-0:]` does
         self._items = (self._items + items)[-self.limit :]
@@ -111,7 +103,6 @@ class ReplayBuffer:
         """
         if attribute in self._normalized_fields:
             raise RuntimeError(f"`{attribute}` has been normalized before; call `clear` and append experiences first.")
-        accelerator = None if strategy is None else strategy.accelerator
         rows: list[torch.Tensor] = []
         masks: list[Any] = []
         for index, item in enumerate(self._items):
@@ -121,15 +112,8 @@ class ReplayBuffer:
             rows.append(row)
             has_mask = item.action_mask is not None and item.action_mask.shape == row.shape
             masks.append(item.action_mask if has_mask else torch.ones_like(row))
-
-        def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
-            return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
-
-        # A rank with an empty buffer takes part in the reduction, too
-        values, mask = (torch.cat(tensors or [torch.zeros(0)]) for tensors in (rows, masks))
-        whitened = whiten(values.double(), mask.bool(), reduce=sum_over_ranks).to(values.dtype)
-        parts = whitened.split([len(row) for row in rows])
-        changes: list[dict[str, Any]] = [{attribute: part.clone()} for part in parts]
+        accelerator = None if strategy is None else strategy.accelerator
+        changes: list[dict[str, Any]] = [{attribute: part} for part in whiten_rows(rows, masks, accelerator)]
         self._items = [replace(item, **change) for item, change in zip(self._items, changes, strict=True)]
         self._normalized_fields.add(attribute)
 

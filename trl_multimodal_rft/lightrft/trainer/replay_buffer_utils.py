@@ -2,20 +2,18 @@
 """Functions that split experiences into samples, and join samples to experiences again, with their media."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, pairwise
-from typing import Any, Literal
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import PIL.Image
 import torch
 from accelerate.utils import recursively_apply
-from torch.nn.utils.rnn import pad_sequence
 
-from ...encoding.media import cat_padded
-from ...families import media_padding
-from .experience import Experience, ExperienceVL, MediaFields, Record, VisionFields
+from ...encoding.media import join_tensors
+from ...families import indexed_media
+from .experience import Experience, ExperienceVL, MediaFields, Record, VisionFields, zero_pad_sequences
 
 
 @dataclass(eq=False)
@@ -78,32 +76,6 @@ def is_vl_experience(experience: Record) -> bool:
     return isinstance(experience, (ExperienceVL, BufferItemVL))
 
 
-def zero_pad_sequences(
-    sequences: Sequence[torch.Tensor], side: Literal["left", "right"] = "left", value: float = 0
-) -> torch.Tensor:
-    """
-    Pads tensors to the longest last dimension and stacks them.
-
-    Args:
-        sequences (`Sequence[torch.Tensor]`):
-            Tensors of shape `(..., S_i)`. Only their last dimensions may differ.
-        side, value (`str` and `float`, *optional*, default to `"left"` and `0`):
-            Side (`"left"` or `"right"`) and value of the padding.
-
-    Returns:
-        `torch.Tensor`: The stack, shape `(B, ..., max S_i)`, of the same dtype.
-
-    Raises:
-        `AssertionError`: If `side` is another string.
-        `ValueError`: If there are no sequences.
-    """
-    assert side in ("left", "right"), f"`side` must be 'left' or 'right', not {side!r}."
-    if not sequences:
-        raise ValueError("There are no sequences to pad.")
-    rows = [sequence.movedim(-1, 0) for sequence in sequences]
-    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).movedim(1, -1)
-
-
 @torch.no_grad()
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """
@@ -137,12 +109,22 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     if not items:
         return items
     media = media_tensors(experience)
-    for name, rows in _media_rows(experience, media).items():
-        for item, part in zip(items, media[name].split(rows), strict=True):
+    parts_by_name = {name: media[name].split(rows) for name, rows in _media_rows(experience, media).items()}
+    for name, parts in parts_by_name.items():
+        # Indices into another tensor count from the first sample's entries in a batch, see `join_tensors`
+        indexed = parts_by_name.get(indexed_media(name) or "", ())
+        starts = accumulate([0, *(part.shape[:-1].numel() for part in indexed)]) if indexed else [0] * size
+        for item, part, start in zip(items, parts, starts, strict=False):
             if len(part):
-                set_media(item, name, part.clone())
+                set_media(item, name, torch.where(part < 0, part, part - start) if start else part.clone())
     share_media(items)
     return items
+
+
+def unpadded_items(experience: Experience, pad_token_id: int | None = None) -> list[BufferItem]:
+    """Splits a padded or packed experience into samples without padding, see [`remove_padding_in_sequences`]."""
+    items = split_experience_batch(experience)
+    return items if isinstance(experience.sequences, list) else remove_padding_in_sequences(items, pad_token_id)
 
 
 @torch.no_grad()
@@ -175,7 +157,7 @@ def make_experience_batch(
         raise ValueError("There are no items to batch.")
     for index, item in enumerate(items):
         _check_lengths(item, index)
-    batch_fields: dict[str, Any] = {name: _column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
+    batch_fields: dict[str, Any] = {name: column(items, name) for name in _SEQUENCE_FIELDS + _ACTION_FIELDS}
     if packing_samples:
         batch_fields = recursively_apply(torch.clone, batch_fields)
     else:
@@ -191,17 +173,8 @@ def make_experience_batch(
     if not any(isinstance(item, BufferItemVL) for item in items):
         return Experience(**batch_fields)
 
-    media: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-    row_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(items))
-    for index, item in enumerate(items):
-        for name, tensor in media_tensors(item).items():
-            media[name].append(tensor)
-            row_counts[name][index] = len(tensor)
-    batch = ExperienceVL(**batch_fields, media_rows=dict(row_counts) or None)
-    for name, tensors in media.items():
-        set_media(batch, name, cat_padded(tensors, media_padding(name)))
-    raw_images = [getattr(item, "raw_images", None) for item in items]
-    batch.raw_images = None if all(images is None for images in raw_images) else raw_images
+    batch = ExperienceVL(**batch_fields)
+    join_media_of([*map(media_tensors, items)], [getattr(item, "raw_images", None) for item in items], batch)
     return batch
 
 
@@ -299,10 +272,12 @@ def _rows(experience: Experience, name: str, size: int) -> list[torch.Tensor | N
     return [row.clone() for row in value]
 
 
-def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
-    """Returns `None` if no sample has the field."""
-    column = [getattr(item, name) for item in items]
-    missing = [index for index, value in enumerate(column) if value is None]
+def column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None:
+    """
+    Returns a field of all samples, or `None` if no sample has the field. Raises a `ValueError` if only some have it.
+    """
+    rows = [getattr(item, name) for item in items]
+    missing = [index for index, row in enumerate(rows) if row is None]
     if len(missing) == len(items):
         return None
     if missing:
@@ -315,7 +290,7 @@ def _column(items: Sequence[BufferItem], name: str) -> list[torch.Tensor] | None
             f"`{name}` of item {has_one.index(True)} has one number, but that of others one per action; pass the same "
             "form for all items."
         )
-    return column
+    return rows
 
 
 def _raw_images(raw_images: list | None, size: int) -> list[list[PIL.Image.Image] | None]:
@@ -376,6 +351,17 @@ def set_media(record: Record, name: str, tensor: torch.Tensor) -> None:
         record.extra_media = {**(record.extra_media or {}), name: tensor}
     else:
         setattr(record, name, tensor)
+
+
+def join_media_of(
+    media: Sequence[dict[str, torch.Tensor]], raw_images: list[list[PIL.Image.Image] | None], batch: ExperienceVL
+) -> None:
+    """Sets the media of a batch to those of its samples, which are by their names in experiences."""
+    for name, tensor in join_tensors(media).items():
+        set_media(batch, name, tensor)
+    names = dict.fromkeys(chain.from_iterable(media))
+    batch.media_rows = {name: [len(tensors.get(name, ())) for tensors in media] for name in names} or None
+    batch.raw_images = None if all(images is None for images in raw_images) else raw_images
 
 
 def share_media(items: Sequence[Record]) -> None:

@@ -158,7 +158,8 @@ class RewardSources:
 
 
 def _rows_of(samples: Samples) -> list[dict[str, Any]]:
-    return samples.rows or [{"prompt": prompt} for prompt in samples.prompts]
+    rows = [] if samples.prompted is None else samples.prompted.source.rows
+    return rows or [{"prompt": prompt} for prompt in samples.prompts]
 
 
 def _prompt_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[str]:

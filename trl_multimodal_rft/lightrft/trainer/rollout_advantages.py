@@ -2,25 +2,21 @@
 """Advantages and returns from the rewards of a rollout, and their normalization over batches."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from accelerate import Accelerator
 
-from ...algorithms.advantages import gae, group_statistics, rloo
+from ...algorithms.advantages import gae
 from ...algorithms.kl import FixedKLController
 from ...algorithms.returns import cumulative_returns, terminal_rewards, whiten
-from ...algorithms.shaping import RunningScale
+from ...algorithms.shaping import RunningScale, shape_rewards
 from ...rollout.ranks import gather_rows
 from ...spelling import split_settings
 from ..models.utils import compute_reward
-from .experience import Experience, Tokens, info_of
-from .experience_config import NORMALIZED, ExperienceConfig
-
-
-# Added to the standard deviation of a group's rewards, as in LightRFT. TRL and this package's own trainers add 1e-4.
-_EPS = 1e-8
+from .experience import Experience, Tokens, info_of, zero_pad_sequences
+from .experience_config import COMPARISONS, NORMALIZED, ExperienceConfig
 
 
 class RolloutAdvantages:
@@ -62,16 +58,19 @@ class RolloutAdvantages:
                 )
         rewards = torch.cat([info_of(experience)["reward"] for experience in experiences])
         if args.compares_groups:
-            rewards = _compare(rewards, args.estimator.name, args.n_samples_per_prompt)
+            group_ids = torch.arange(n_samples, device=rewards.device) // args.n_samples_per_prompt
+            compared = COMPARISONS[args.estimator.name](rewards, group_ids)
+            rewards = torch.where(rewards.isnan(), torch.nan, compared)  # unscorable completions stay unscorable
         return experiences, list(rewards.split(sizes))
 
-    def _scaled(self, rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.strategy.reward_running_scale:
-            return rewards
-        accelerator = self.strategy.accelerator
-        all_rewards = torch.cat(rewards)
-        self.reward_scale.update(all_rewards if accelerator is None else gather_rows(accelerator, all_rewards))
-        return [part / self.reward_scale.std for part in rewards]
+    def _shaped(self, rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+        args = self.strategy
+        if args.reward_running_scale:
+            all_rewards = torch.cat(rewards)
+            local = args.accelerator is None
+            self.reward_scale.update(all_rewards if local else gather_rows(args.accelerator, all_rewards))
+        scale = self.reward_scale if args.reward_running_scale else None
+        return [shape_rewards(part, scale, args.reward_clip_range) for part in rewards]
 
     def _set_advantages(self, experience: Experience, reward: torch.Tensor, gamma: float, lambd: float) -> None:
         """Sets advantages, returns and `info["return"]` from shaped rewards `(B,)`, and drops what is used up."""
@@ -86,12 +85,10 @@ class RolloutAdvantages:
             self.kl_ctl.value if args.kl_in_reward else 0.0,
             kl,
             action_mask=mask,
-            reward_clip_range=args.reward_clip_range,
         )
         info["return"] = token_rewards.sum(1)
         if args.reward_running_scale or args.reward_clip_range is not None:
-            clipped = reward if args.reward_clip_range is None else reward.clamp(*args.reward_clip_range)
-            info["shaped_reward"] = clipped
+            info["shaped_reward"] = reward
         if args.estimator.name == "gae":
             if "bootstrap" in info:  # the value after a truncated completion stands in for the rewards that follow
                 token_rewards = token_rewards + gamma * terminal_rewards(info["bootstrap"], mask)
@@ -159,35 +156,29 @@ def normalize_advantages_cross_batch(
             is_scorable = rewards is None or not bool(rewards[sample].isnan())
             rows.append(row)
             masks.append(mask.bool() if is_scorable else torch.zeros_like(mask, dtype=torch.bool))
-    accelerator = getattr(args, "accelerator", None)
-
-    def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
-        return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
-
-    values = torch.cat(rows)
-    mask = torch.cat(masks)
-    if getattr(args, "no_advantage_std_norm", False):
-        total, count = sum_over_ranks(torch.stack([values[mask].sum(dtype=torch.float64), mask.sum().double()]))
-        values = torch.where(mask, values - (total / count.clamp(min=1)).to(values.dtype), 0)
-    else:
-        values = whiten(values, mask, reduce=sum_over_ranks)
-    normalized = iter(values.split([len(row) for row in rows]))
+    scales = not getattr(args, "no_advantage_std_norm", False)
+    normalized = iter(whiten_rows(rows, masks, getattr(args, "accelerator", None), scales))
     for experience in experiences:
         batch = [next(normalized) for _ in experience.sequences]
         experience.advantages = batch if isinstance(experience.advantages, list) else torch.stack(batch)
     return experiences
 
 
-def _compare(rewards: torch.Tensor, estimator: str, n: int) -> torch.Tensor:
-    """Returns rewards relative to those of their group of `n`, see [`RolloutAdvantages.process_experiences`]."""
-    group_ids = torch.arange(len(rewards), device=rewards.device) // n
-    groups = group_statistics(rewards, group_ids)
-    shaped = groups.centred.to(rewards)
-    if estimator == "rloo":
-        shaped = rloo(rewards, group_ids)
-    elif estimator == "group_norm":
-        shaped = (groups.centred / (groups.std(correction=1) + _EPS)[groups.index]).to(rewards)
-    return torch.where(rewards.isnan(), torch.nan, shaped)  # unscorable completions stay unscorable
+def whiten_rows(
+    rows: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], accelerator: Accelerator | None, scales: bool = True
+) -> list[torch.Tensor]:
+    """
+    Returns rows of values, whitened over the masks of all rows, and of all ranks of an accelerator, see
+    [`~algorithms.returns.whiten`].
+    """
+
+    def sum_over_ranks(sums: torch.Tensor) -> torch.Tensor:
+        return sums if accelerator is None else accelerator.reduce(sums.to(accelerator.device)).to(sums.device)
+
+    # A rank without rows takes part in the reduction, too
+    values, mask = (torch.cat([*tensors] or [torch.zeros(0)]) for tensors in (rows, masks))
+    whitened = whiten(values.double(), mask, reduce=sum_over_ranks, scales=scales).to(values.dtype)
+    return [part.clone() for part in whitened.split([len(row) for row in rows])]
 
 
 def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> tuple[Tokens, ...]:
@@ -199,5 +190,5 @@ def _apply_padded(function: Callable, *inputs: Tokens, mask: Tokens | None) -> t
     if isinstance(first, torch.Tensor):
         return function(*inputs, torch.ones_like(first) if mask is None else mask)
     lists = (*inputs, [torch.ones_like(row) for row in first] if mask is None else mask)
-    results = function(*(pad_sequence(list(rows), batch_first=True) for rows in lists))
+    results = function(*(zero_pad_sequences([*rows], "right") for rows in lists))
     return tuple([row[: len(original)] for row, original in zip(result, first, strict=True)] for result in results)

@@ -24,7 +24,7 @@ from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
 from ...algorithms.metrics import MicroBatchSums, token_mean
-from ...algorithms.shaping import RunningScale
+from ...algorithms.shaping import RunningScale, shape_rewards
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, normalize_then_sum, signal_of_steps
@@ -238,13 +238,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
 
     def _shape_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         args = self.args
-        shaped = rewards
-        if args.reward_running_scale:
-            if self.model.training:
-                self._reward_scale.update(rewards)
-            shaped = rewards / self._reward_scale.std
-        if args.reward_clip_range is not None:
-            shaped = shaped.clamp(*args.reward_clip_range)
+        if args.reward_running_scale and self.model.training:
+            self._reward_scale.update(rewards)
+        scale = self._reward_scale if args.reward_running_scale else None
+        shaped = shape_rewards(rewards, scale, args.reward_clip_range)
         if args.reward_running_scale or args.reward_clip_range is not None:
             self._metric_log.add({"shaped_reward": shaped.nanmean().item()})
         return shaped
