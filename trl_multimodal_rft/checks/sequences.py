@@ -11,10 +11,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.rows.pairs import COMPLETIONS
 from ..encoding.join import padded
 from ..encoding.prompts import EncodedPrompt
-from ..encoding.sequences import PreferencePair, SupervisedSequence
+from ..encoding.sequences import PreferencePair, Side, SupervisedSequence
 from ..forward.scores import ScoreRequest, with_answer
 from ..models.modes import measurement_mode
 from ..policy import PolicyForward
@@ -28,9 +27,8 @@ _N_COMPARED = 256  # maximum number of compared tokens of a row, few enough for 
 # Function of the index of a row, and optionally of the column (`chosen` or `rejected`) of a completion with media. It
 # returns the outputs of the processor, as `AutoProcessor` loads it, for this row and completion
 ProcessorOutputs = Callable[..., dict[str, torch.Tensor]]
-# A preference pair, the column (`chosen` or `rejected`) of its completion with media, and the processor's outputs for
-# prompt and completion
-MediaCompletion = tuple[PreferencePair, str, dict[str, torch.Tensor]]
+# A preference pair, its completion with media, and the processor's outputs for prompt and completion
+MediaCompletion = tuple[PreferencePair, Side, dict[str, torch.Tensor]]
 # Prompts to compare with the processor; by modality, a donor of other media, which test whether media have an effect;
 # and all rows to measure
 Cases = tuple[list[Case], dict[str, EncodedPrompt], list[Any]]
@@ -106,19 +104,20 @@ def check_pairs(
     rows = [*rows, *dict.fromkeys(pair for pair, _, _ in media_completions)]
     # The pair also after a longer prompt, whose own masks could hide those of its completions' media
     if media_completions and measure.fallbacks.packing:
-        pair, column, _ = media_completions[0]
-        longer_pair = longer_than_windows(measure.model, pair, pair.answers[column])
+        pair, side, _ = media_completions[0]
+        assert side.answer is not None
+        longer_pair = longer_than_windows(measure.model, pair, side.answer)
         rows += [] if longer_pair is None else [longer_pair]
-    outputs_of_completions = {(pair, column): outputs for pair, column, outputs in media_completions}
-    # Two sequences per pair: the prompt with the chosen, and with the rejected completion
+    outputs_of_completions = {(pair, side): outputs for pair, side, outputs in media_completions}
+    # A sequence per completion: the prompt with it
     sequences = []
     completions = []
     learned = []
-    for pair in rows:
-        for column, sequence in zip(COMPLETIONS, pair.sequences(measure.model), strict=True):
-            sequences.append(_with_outputs(sequence, outputs_of_completions.get((pair, column))))
-            learned.append(pair.learned(column))
-        completions += [torch.tensor(ids, dtype=torch.long) for ids in (pair.chosen, pair.rejected)]
+    for pair, side in _compared_sides(rows):
+        outputs = outputs_of_completions.get((pair, side))
+        sequences.append(_with_outputs(pair.sequence(side, measure.model), outputs))
+        completions.append(torch.tensor(side.ids, dtype=torch.long))
+        learned.append(side.learned)
     ids, mask = (tensor.to(measure.device) for tensor in padded(completions))
     is_last = torch.arange(ids.size(1), device=ids.device) >= mask.sum(1, keepdim=True) - _N_COMPARED
     learned = pad_sequence(learned, batch_first=True).to(measure.device)
@@ -133,11 +132,9 @@ def check_pairs(
         return pad_sequence(logps, batch_first=True)
 
     def score(rows: list[Any], packed: bool) -> torch.Tensor:
-        prompts = []
-        for pair in rows:
-            for column in COMPLETIONS:
-                answer = pair.answers.get(column)
-                prompts.append(with_answer(measure.model, pair.prompt_before(column), answer))
+        prompts = [
+            with_answer(measure.model, pair.prompt_before(side), side.answer) for pair, side in _compared_sides(rows)
+        ]
         if rewards:
             batch = prompts, ids, mask
             return policy.rewards(model, batch, packed=packed, fallbacks=measure.fallbacks).values
@@ -153,7 +150,7 @@ def _media_completions(
     measure: Measure, pairs: Sequence[PreferencePair], processor_outputs: ProcessorOutputs
 ) -> list[MediaCompletion]:
     """Returns the completions with media of the first pair that has such completions, and the processor's outputs."""
-    with_media = [(i, pair) for i, pair in enumerate(pairs) if pair.answers]
+    with_media = [(i, pair) for i, pair in enumerate(pairs) if pair.sides_with_media]
     # Preferably after a prompt of text, whose masks only the completions change
     first_with_media = min(with_media, key=lambda entry: bool(entry[1].media), default=None)
     holders = [rank for rank, holds in enumerate(gather_object([first_with_media is not None])) if holds]
@@ -168,7 +165,7 @@ def _media_completions(
         # rows by identity, and the original may already be one of the measured rows.
         index = first_with_media[0]
         pair = replace(first_with_media[1])
-        return [(pair, column, processor_outputs(index, column)) for column in pair.answers]
+        return [(pair, side, processor_outputs(index, side.column)) for side in pair.sides_with_media]
 
     subject = "its processor, as `AutoProcessor.from_pretrained` loads it,"
     return broadcast_object_list([measure.require(subject, completions_with_outputs)], from_process=holders[0])[0]
@@ -205,9 +202,9 @@ def _compare(
 
         # Rows and completions with media, and for each a function that puts a replacement into the list of rows
         rows_with_media = [(case.prompt, functools.partial(_replace_row, rows, case.prompt)) for case in targets]
-        for pair, column, _ in media_completions:
-            put_into_pair = functools.partial(_replace_completion, rows, pair, column)
-            rows_with_media.append((pair.answers[column], put_into_pair))
+        for pair, side, _ in media_completions:
+            assert side.answer is not None
+            rows_with_media.append((side.answer, functools.partial(_replace_completion, rows, pair, side)))
         for row, put_into_rows in rows_with_media:
 
             def score_other(
@@ -227,6 +224,14 @@ def _compare(
     )
 
 
+def _compared_sides(pairs: Sequence[PreferencePair]) -> list[tuple[PreferencePair, Side]]:
+    """Returns completions in the order of pairs. A third side, under a view, isn't compared."""
+    compared = []
+    for pair in pairs:
+        compared += [(pair, side) for side in pair.sides[:2]]
+    return compared
+
+
 def _with_outputs(row: SupervisedSequence, outputs: dict[str, torch.Tensor] | None) -> SupervisedSequence:
     return row if outputs is None else replace(row, media={name: outputs[name] for name in row.media})
 
@@ -235,8 +240,9 @@ def _replace_row(rows: list[Any], row: EncodedPrompt, other: EncodedPrompt) -> l
     return [other if entry is row else entry for entry in rows]
 
 
-def _replace_completion(rows: list[Any], pair: PreferencePair, column: str, other: SupervisedSequence) -> list[Any]:
-    return _replace_row(rows, pair, replace(pair, answers={**pair.answers, column: other}))
+def _replace_completion(rows: list[Any], pair: PreferencePair, side: Side, other: SupervisedSequence) -> list[Any]:
+    sides = [replace(side, answer=other) if entry is side else entry for entry in pair.sides]
+    return _replace_row(rows, pair, replace(pair, sides=sides))
 
 
 def _cases(measure: Measure, rows: Sequence[EncodedPrompt], processor_outputs: ProcessorOutputs) -> Cases:

@@ -46,58 +46,76 @@ class SupervisedSequence(EncodedPrompt):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A completion of a row, and what is before it."""
+
+    column: str  # column of the completion
+    ids: list[int]
+    answer: SupervisedSequence | None = None  # the completion if it holds media, with the mask of its learned tokens
+    prompt: EncodedPrompt | None = None  # the prompt before it, if it isn't the row's
+    is_counted: bool = True  # whether TRL counts it; it doesn't under a view, or for another row's completion
+
+    @property
+    def learned(self) -> torch.Tensor:
+        """Mask of learned tokens, `(C,)`."""
+        return torch.ones(len(self.ids), dtype=torch.bool) if self.answer is None else self.answer.learned
+
+
 @dataclass(eq=False)
 class PreferencePair(EncodedPrompt):
-    """The prompt of a row, with its media, and the ids of a preferred and a rejected completion."""
+    """The prompt of a row, with its media, and the completions after it: mostly a preferred and a rejected one."""
 
-    chosen: list[int] = field(kw_only=True)
-    rejected: list[int] = field(kw_only=True)
-    # Completions that hold media, by column, with masks of their learned tokens
-    answers: dict[str, SupervisedSequence] = field(default_factory=dict, kw_only=True)
-    # The prompt under a view. After this prompt, `chosen` counts as rejected.
-    view: EncodedPrompt | None = field(default=None, kw_only=True)
-    # By column of a completion, the end of the prompt before it, where a cut leaves only the end
-    prompt_ends: dict[str, EncodedPrompt] = field(default_factory=dict, kw_only=True)
+    sides: list[Side] = field(kw_only=True)
     is_cut: bool = field(default=False, kw_only=True)  # whether the row had more tokens
 
-    def example(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns ids of the prompt, the chosen and the rejected completion."""
-        return self.input_ids.tolist(), self.chosen, self.rejected
+    @property
+    def counted_sides(self) -> list[Side]:
+        return [side for side in self.sides if side.is_counted]
 
-    def prompt_before(self, column: str) -> EncodedPrompt:
-        """Returns the prompt before the completion in a column, which is the whole prompt unless a cut shortens it."""
-        return self.prompt_ends.get(column, self)
+    @property
+    def sides_with_media(self) -> list[Side]:
+        return [side for side in self.counted_sides if side.answer is not None]
+
+    @property
+    def holds_media(self) -> bool:
+        """Whether the prompt or a completion holds media."""
+        return bool(self.modalities or self.sides_with_media)
+
+    def example(self) -> tuple[list[int], list[int], list[int] | None]:
+        """Returns ids of the prompt and of the row's own completions, with `None` if there is no rejected one."""
+        completion, *rejected = (side.ids for side in self.counted_sides)
+        return self.input_ids.tolist(), completion, next(iter(rejected), None)
+
+    def prompt_before(self, side: Side) -> EncodedPrompt:
+        return self if side.prompt is None else side.prompt
+
+    def sequence(self, side: Side, model: PreTrainedModel) -> SupervisedSequence:
+        """Returns the prompt, followed by the completion, which is learned."""
+        prompt = self.prompt_before(side)
+        if side.answer is None:
+            return with_text(prompt, side.ids, model)
+        encoded = encode_prefix(prompt, side.ids, [(0, side.answer)], model)
+        return SupervisedSequence(**vars(encoded), learned=torch.arange(len(encoded)) >= len(prompt))
 
     def cut(self, n: int, model: PreTrainedModel, *, from_end: bool = False) -> "PreferencePair":
         """
         Returns a pair of text in which prompt and completion together have at most `n` tokens, the first or the last
         ones, as in TRL. If only tokens of a completion are left, its first one counts as the prompt.
         """
-        completions: dict[str, list[int]] = {}
-        prompt_ends: dict[str, EncodedPrompt] = {}
-        for column in COMPLETIONS:
-            ids: list[int] = getattr(self, column)
-            completions[column] = ids
-            if len(self) + len(ids) <= n:
-                continue
+
+        def cut_side(side: Side) -> Side:
+            if len(self) + len(side.ids) <= n:
+                return side
             if not from_end:
-                completions[column] = ids[: max(n - len(self), 0)]
-                continue
-            sequence = _with_completion(self, column, model).cut(n, from_end=True)
-            n_prompt = max(n - len(ids), 1)
-            prompt_ends[column] = sequence.part(slice(n_prompt))
-            completions[column] = sequence.input_ids[n_prompt:].tolist()
-        is_cut = any(completions[column] != getattr(self, column) for column in COMPLETIONS) or bool(prompt_ends)
-        return replace(self, **completions, prompt_ends=prompt_ends, is_cut=is_cut)
+                return replace(side, ids=side.ids[: max(n - len(self), 0)])
+            sequence = self.sequence(side, model).cut(n, from_end=True)
+            n_prompt = max(n - len(side.ids), 1)
+            return replace(side, ids=sequence.input_ids[n_prompt:].tolist(), prompt=sequence.part(slice(n_prompt)))
 
-    def learned(self, column: str) -> torch.Tensor:
-        """Returns the mask of learned tokens, `(C,)`, for the completion in a column."""
-        ids: list[int] = getattr(self, column)
-        return self.answers[column].learned if column in self.answers else torch.ones(len(ids), dtype=torch.bool)
-
-    def sequences(self, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns a sequence for each completion: the prompt, followed by the completion, which is learned."""
-        return [_with_completion(self, column, model) for column in COMPLETIONS]
+        pair = replace(self, sides=list(map(cut_side, self.sides)))
+        pair.is_cut = any(side not in self.sides for side in pair.counted_sides)
+        return pair
 
 
 def divided(prompt: EncodedPrompt, *texts: tuple[list[int], list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
@@ -134,21 +152,13 @@ def with_text(prompt: EncodedPrompt, ids: list[int], model: PreTrainedModel) -> 
     )
 
 
-def _with_completion(pair: PreferencePair, column: str, model: PreTrainedModel) -> SupervisedSequence:
-    answer = pair.answers.get(column)
-    if answer is None:
-        return with_text(pair.prompt_before(column), getattr(pair, column), model)
-    encoded_pair = encode_prefix(pair, answer.input_ids.tolist(), [(0, answer)], model)
-    return SupervisedSequence(**vars(encoded_pair), learned=torch.arange(len(encoded_pair)) >= len(pair))
-
-
 def with_common_start(chosen: EncodedPrompt, rejected: EncodedPrompt) -> PreferencePair:
     """Returns a pair of two texts, with their common first tokens as the prompt."""
     texts = [chosen.input_ids.tolist(), rejected.input_ids.tolist()]
     if texts[0][:1] != texts[1][:1]:
         raise no_prompt(f"row {chosen.row}")
     prompt, completions = common_start(chosen, texts)
-    return PreferencePair(**vars(prompt), chosen=completions[0], rejected=completions[1])
+    return PreferencePair(**vars(prompt), sides=list(map(Side, COMPLETIONS, completions)))
 
 
 def no_prompt(label: str) -> ValueError:

@@ -27,6 +27,7 @@ from .processors import Processor, checked_prompt, tokenizer_of
 from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, encode_prompt
 from .sequences import (
     PreferencePair,
+    Side,
     SupervisedSequence,
     check_learned,
     divided,
@@ -257,18 +258,17 @@ class SupervisedEncoder(TextEncoder):
             )
         selected_row, messages, n = selections["chosen"]
         prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
-        answers: dict[str, SupervisedSequence] = {}
+        sides: dict[str, Side] = {}
         texts: dict[str, tuple[list[int], list[int]]] = {}
         for column, (selected_row, messages, n) in selections.items():
             if next(iter_refs(messages[n:]), None) is None:
                 texts[column] = self._tokenize(selected_row, messages, n, label, self._end)
             else:
-                answers[column] = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
+                answer = self._encode_answer(prompt, messages, n, column, learns_text_alone=not whole)
+                sides[column] = Side(column, answer.input_ids.tolist(), answer)
         prompt, text_ids = divided(prompt, *texts.values())
-        completions = dict(zip(texts, text_ids, strict=True))
-        completions |= {column: answer.input_ids.tolist() for column, answer in answers.items()}
-        chosen, rejected = (completions[column] for column in COMPLETIONS)
-        return PreferencePair(**vars(prompt), chosen=chosen, rejected=rejected, answers=answers)
+        sides |= {column: Side(column, ids) for column, ids in zip(texts, text_ids, strict=True)}
+        return PreferencePair(**vars(prompt), sides=[sides[column] for column in COMPLETIONS])
 
     def _read_pair(self, row: Row) -> dict[str, tuple[Row, list, int]]:
         """
@@ -285,7 +285,7 @@ class SupervisedEncoder(TextEncoder):
         check_text_only(read_messages(row.get("completion"), "completion", row.row_index, role="assistant"))
         return self._select_completion(row, "completion")
 
-    def encode_completion(self, row: Row) -> tuple[EncodedPrompt, list[int]]:
+    def encode_completion(self, row: Row) -> PreferencePair:
         """
         Encodes a prompt once, with its media, and its completion. A text gets the EOS token.
 
@@ -294,7 +294,7 @@ class SupervisedEncoder(TextEncoder):
                 Row with `prompt` and `completion`.
 
         Returns:
-            [`EncodedPrompt`] and `list[int]`: The prompt, and the tokens of the completion.
+            [`PreferencePair`]: The prompt and the completion.
 
         Raises:
             `ValueError`: If the completion is missing, or isn't the assistant's, or if the chat template can't render
@@ -304,7 +304,7 @@ class SupervisedEncoder(TextEncoder):
         selected_row, messages, n = self._read_completion(row)
         prompt = self._encode(_text_or_messages(selected_row, messages[:n]), selected_row)
         prompt, ids = divided(prompt, self._tokenize(selected_row, messages, n, f"row {row.row_index}", self._end))
-        return prompt, ids[0]
+        return PreferencePair(**vars(prompt), sides=[Side("completion", ids[0])])
 
     def n_answer_tokens(self, row: Row, column: str) -> int | None:
         """

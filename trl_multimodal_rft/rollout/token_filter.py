@@ -23,7 +23,17 @@ class EntropySource:
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """Choice of the tokens to train on by the arguments `top_entropy_quantile` and `entropy_source`."""
+    """
+    Choice of the tokens to train on by the arguments `top_entropy_quantile` and `entropy_source`. Which of GRPO's
+    methods sets the weights of tokens, for micro-batches before and after the first update on a rollout:
+
+    | policy | scope | before | after |
+    |---|---|---|---|
+    | rollout | sequence, micro_batch | `_token_weights`, in the forward | `_on_rollout` |
+    | rollout | batch | `_on_rollout` | `_on_rollout` |
+    | current | sequence, micro_batch | `_token_weights`, in each forward | `_token_weights` |
+    | current | batch | `_on_micro_batch` | `_on_micro_batch` |
+    """
 
     args: Any
     gather: Callable[[torch.Tensor], torch.Tensor]  # returns the rows of all ranks, padded on the right

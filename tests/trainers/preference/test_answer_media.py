@@ -231,13 +231,13 @@ def test_pictures_attend_to_all_of_themselves_after_text_prompts_of_any_length(f
             supervised.Row(0, pair_of(asked, [text("So"), picture, word, other, word], [other, word]))
         )
         assert len(pair) == length
-        first, second = (pair.answers[name] for name in ("chosen", "rejected"))
+        first, second = (side.answer for side in pair.sides)
         # Two results of tools, after 3 and 2 sampled tokens
         ids = [5, 6, 7, *first.input_ids.tolist(), 8, 9, *second.input_ids.tolist()]
         whole = encode_prefix(pair, ids, [(3, first), (5 + len(first), second)], model)
         conversations = [with_answer(model, pair, first), with_answer(model, pair, second)]
         conversations.append(with_media(model, pair, [first, second], whole))
-        completions = [torch.tensor(each) for each in (pair.chosen, pair.rejected, [*ids, 10, 11])]
+        completions = [torch.tensor(each) for each in (*(side.ids for side in pair.sides), [*ids, 10, 11])]
         rows = padded(completions)
         with torch.no_grad():
             packed = completion_scores(model, model, ScoreRequest(conversations, *rows)).logps
@@ -265,11 +265,12 @@ def test_the_self_check_measures_media_after_a_prompt_longer_than_the_windows(mo
     policy = PolicyForward(in_float32(), processor)
     row = pair_of([word], [picture, word], [word])
     pair = encoder.encode_preference(supervised.Row(0, row))
-    answered = [*pair.chosen, 5, 6]
+    chosen = pair.sides[0].answer
+    answered = [*chosen.input_ids.tolist(), 5, 6]
 
     def packs():
-        conversation = with_answer(model, pair, pair.answers["chosen"])
-        of_pairs = check_pairs(policy, model, [pair], lambda *of_answer: pair.answers["chosen"].media)
+        conversation = with_answer(model, pair, chosen)
+        of_pairs = check_pairs(policy, model, [pair], lambda *of_answer: chosen.media)
         _, fallbacks = check_conversation(policy, model, [conversation], [answered], False)
         return of_pairs.fallbacks.packing, fallbacks.packing
 
@@ -367,12 +368,12 @@ TRAINERS = [dpo, reward]
 def test_media_are_inline_or_in_columns_in_order_of_appearance(as_stored, tmp_path):
     rows = files(tmp_path)
     expected, actual = (dpo(each, tmp_path).data_collator for each in (rows, as_stored(rows)))
-    assert [*expected([rows[0]])["sequences"][0].answers] == ["chosen", "rejected"]
+    assert [side.answer is None for side in expected([rows[0]])["sequences"][0].sides] == [False, False]
     for row, other in zip(rows, as_stored(rows), strict=True):
         [mine], [theirs] = (collate([each])["sequences"] for collate, each in ((expected, row), (actual, other)))
-        assert mine.example() == theirs.example() and mine.answers.keys() == theirs.answers.keys()
-        for name in mine.answers:
-            assert torch.equal(*(pair.answers[name].media["pixel_values"] for pair in (mine, theirs)))
+        assert mine.example() == theirs.example() and len(mine.sides_with_media) == len(theirs.sides_with_media)
+        for sides in zip(mine.sides_with_media, theirs.sides_with_media, strict=True):
+            assert torch.equal(*(side.answer.media["pixel_values"] for side in sides))
         assert mine.media.keys() == theirs.media.keys()
         assert all(torch.equal(value, theirs.media[name]) for name, value in mine.media.items())
 
@@ -447,13 +448,15 @@ def test_a_view_replaces_media_of_the_prompt_alone(precomputes, tmp_path):
 def test_max_length_never_cuts_a_medium(tmp_path):
     [row] = files(tmp_path)[:1]
     [pair] = dpo([row] * 4, tmp_path).data_collator([row])["sequences"]
-    end = pair.answers["chosen"].media_span[1]
+    chosen = pair.sides[0]
+    end = chosen.answer.media_span[1]
     n = len(pair)
     for limit in (n + end + 2, n + end, 4):
         for trainer in (dpo, reward):
             [longer] = trainer([row] * 4, tmp_path, max_length=limit).data_collator([row])["sequences"]
-            assert len(longer) + len(longer.chosen) == n + len(pair.chosen) and not longer.is_cut
-            assert longer.answers["chosen"].media.keys() == pair.answers["chosen"].media.keys()
+            kept = longer.sides[0]
+            assert len(longer) + len(kept.ids) == n + len(chosen.ids) and not longer.is_cut
+            assert kept.answer.media.keys() == chosen.answer.media.keys()
 
 
 @pytest.mark.parametrize("make", TRAINERS)

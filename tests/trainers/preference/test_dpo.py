@@ -387,7 +387,7 @@ def test_a_view_of_another_row_is_of_the_next_one_with_media(tmp_path):
     trainer = run_ours(mixed_pairs(4), tmp_path, rejected_view="other_row", objects={"eval_dataset": mixed_pairs(4)})
     batch = trainer.data_collator([mixed_pairs(4)[i] for i in range(4)])
     pictures = [row["image"] for row in mixed_pairs(4)]
-    assert [pair.view is not None for pair in batch["sequences"]] == [True, False, True, True]
+    assert [len(pair.sides) == 3 for pair in batch["sequences"]] == [True, False, True, True]
     for i, other, view in zip((0, 2, 3), (2, 3, 0), batch["prompts"][8:], strict=True):
         picture = pictures[other].resize(pictures[i].size)
         expected = trainer.processing_class.image_processor(picture, return_tensors="pt")["pixel_values"]
@@ -469,7 +469,7 @@ def test_texts_are_encoded_as_by_trl(form, tmp_path):
     theirs = DPOTrainer(model, args=args, train_dataset=rows, processing_class=processor).train_dataset[0]
     pair = run_ours(rows, tmp_path).data_collator([rows[0]])["sequences"][0]
     assert pair.input_ids.tolist() == theirs["prompt_ids"]
-    assert (pair.chosen, pair.rejected) == (theirs["chosen_ids"], theirs["rejected_ids"])
+    assert [side.ids for side in pair.sides] == [theirs["chosen_ids"], theirs["rejected_ids"]]
 
 
 # Answers that the template writes in part: their message, and the error behind its place
@@ -562,7 +562,8 @@ def test_completions_end_at_max_length(tmp_path):
     whole = run_ours(text_pairs(2), tmp_path).data_collator([text_pairs(2)[0]])["sequences"][0]
     pair = trainer.data_collator([text_pairs(2)[0]])["sequences"][0]
     n = 20 - len(pair)
-    assert 0 < n < len(whole.chosen) and (pair.chosen, pair.rejected) == (whole.chosen[:n], whole.rejected[:n])
+    assert 0 < n < len(whole.sides[0].ids)
+    assert [side.ids for side in pair.sides] == [side.ids[:n] for side in whole.sides]
     with pytest.raises(MediaError, match=r"row \d has a prompt of \d+ tokens, .* none of `max_length` \(10\)"):
         run_ours(text_pairs(2), tmp_path, max_length=10)
 
@@ -608,7 +609,7 @@ def test_rows_with_media_are_never_cut(tmp_path):
     sequences = (trainer.data_collator([*rows])["sequences"] for trainer in (limited, whole))
     for limit, all_of_it in zip(*sequences, strict=True):
         assert not (limit.is_cut and all_of_it.modalities)
-        assert limit.is_cut or limit.chosen == all_of_it.chosen
+        assert limit.is_cut or limit.example() == all_of_it.example()
     limited.train()
     assert limited.state.log_history[0]["rows/longer_with_media"] == 2
     assert limited.state.log_history[0]["rows/cut"] > 0
@@ -701,6 +702,15 @@ def test_log_probabilities_of_a_reference_are_numbers_of_all_rows(columns, messa
     trainer = run_ours(rows, tmp_path, per_device_train_batch_size=2, train_sampling_strategy="sequential")
     with pytest.raises(ValueError, match=message):
         trainer.train()
+
+
+def test_a_row_with_a_view_needs_its_log_probability(tmp_path):
+    rows = mixed_pairs(4)
+    columns = {"ref_chosen_logps": [-9.0] * 4, "ref_rejected_logps": [-8.0] * 4}
+    for name, logps in {**columns, "ref_view_logps": [-7.0, None, None, -7.0]}.items():
+        rows = rows.add_column(name, logps)
+    with pytest.raises(ValueError, match="row 2 has no `ref_view_logps`, but other rows have it"):
+        run_ours(rows, tmp_path, rejected_view="blank").train()
 
 
 def test_a_column_of_missing_log_probabilities_is_none(tmp_path):

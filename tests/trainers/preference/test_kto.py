@@ -280,6 +280,7 @@ def test_labels_of_an_evaluation_are_checked_at_the_start(tmp_path):
         (lambda rows: with_classes(rows, ["good", "soso"]), {}, "row 0, column 'label': is 'soso' of type str"),
         (lambda rows: with_label(-1), {}, "row 2, column 'label': is -1 of type int; give True or False."),
         (lambda rows: with_label(None), {}, "row 2, column 'label': is empty; fill it, or leave the row out."),
+        (lambda rows: rows.add_column("ref_logps", [-9.0] * 7 + [None]), {}, "row 7 has no `ref_logps`, but other"),
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
         (lambda rows: rows, {"loss_type": "bco"}, "`loss_type` must be one of 'kto', 'apo_zero_unpaired', got 'bco'."),

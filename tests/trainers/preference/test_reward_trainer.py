@@ -406,9 +406,9 @@ def test_texts_are_encoded_as_by_trl(form, tmp_path):
     args = RewardConfig(str(tmp_path), **PLAIN)
     theirs = RewardTrainer(model, args, train_dataset=rows, processing_class=processor.tokenizer).train_dataset[0]
     pair = run_ours(rows, tmp_path).data_collator([rows[0]])["sequences"][0]
-    assert pair.input_ids.tolist() + pair.chosen == theirs["chosen_ids"]
-    assert pair.input_ids.tolist() + pair.rejected == theirs["rejected_ids"]
-    assert pair.chosen[0] != pair.rejected[0]  # all that they share is shared
+    prompt, chosen, rejected = pair.example()
+    assert prompt + chosen == theirs["chosen_ids"] and prompt + rejected == theirs["rejected_ids"]
+    assert chosen[0] != rejected[0]  # all that they share is shared
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "no prompt"])

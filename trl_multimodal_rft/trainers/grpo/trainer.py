@@ -321,14 +321,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         choose them. Those after the first update are scored now.
 
         Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
-        with each other, and so do tokens of the micro-batches 2 and 3. Who sets the weights by `entropy_source`:
-
-        | policy | scope | micro-batches before the first update | micro-batches after it |
-        |---|---|---|---|
-        | rollout | sequence, micro_batch | `_token_weights`, in their forward | this method |
-        | rollout | batch | this method | this method |
-        | current | sequence, micro_batch | `_token_weights`, in each forward | `_token_weights` |
-        | current | batch | `_on_micro_batch` | `_on_micro_batch` |
+        with each other, and so do tokens of the micro-batches 2 and 3.
         """
         if not self._filters_by_rollout_entropy:
             return super()._on_rollout(micro_batches)

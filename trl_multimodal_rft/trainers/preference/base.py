@@ -10,9 +10,10 @@ import torch
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
@@ -20,10 +21,9 @@ from ...checks.measure import Measure
 from ...checks.media_contribution import media_contribution
 from ...data.rows.unread import lists_columns
 from ...encoding.processors import tokenizer_of
-from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...forward.scores import ScoreRequest, Scores
 from ...models.modes import evaluation_mode
-from ...models.parts import check_base_is_kept
+from ...models.parts import check_base_is_kept, kept_requires_grad
 from ...models.wrapped import is_unsharded, replaced
 from ..base.loading import CONSTRUCTOR_OPTIONS, Models, load_reference, loading_in_trl
 from ..base.logs import is_due
@@ -44,12 +44,10 @@ class PreferenceTrainer(CompletionTrainer):
     """
     Base of trainers with a loss that compares log-probabilities of completions under policy and reference.
 
-    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in `_reference_columns`. The
-    dataset has these columns, or the log-probabilities are computed for the micro-batch.
+    TRL's loss reads the reference's log-probabilities from a micro-batch, under the names in the collator's
+    `reference_columns`. The dataset has these columns, or the log-probabilities are computed for the micro-batch.
     """
 
-    compute_ref_log_probs: Callable[..., tuple[torch.Tensor, ...]]
-    _reference_columns: tuple[str, ...]  # columns of the reference's log-probabilities
     _keeps_outputs = True
     _contribution_step = -1  # latest step at which the contribution of media was measured
 
@@ -107,9 +105,43 @@ class PreferenceTrainer(CompletionTrainer):
             self.eval_dataset = map_splits(self.eval_dataset, self._with_reference_columns)
         self.ref_model = None
 
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Batch) -> tuple[Any, ...]:
+        """
+        Computes the reference's log-probabilities of a micro-batch.
+
+        Args:
+            model ([`~torch.nn.Module`]):
+                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
+            inputs (`dict`):
+                Micro-batch of the collator.
+
+        Returns:
+            `tuple` of `torch.Tensor`: For each side of the `B` rows, the sums over the tokens of its completions,
+            `(B,)`. In DPO, the sides are the chosen completion, the rejected one and, with `rejected_view`, the chosen
+            one under the view, which is NaN for pairs without a view. In KTO, they are the row's completion and the
+            one in the KL estimate, `None` if the loss has no KL estimate.
+        """
+        unread: list[torch.Tensor] = []  # log-probabilities of the completions that TRL hasn't read yet
+
+        def score(input_ids: torch.Tensor, **kwargs: torch.Tensor) -> SimpleNamespace:
+            # In place of a model, which TRL's method calls once or twice. The first call scores all completions
+            logps = unread.pop() if unread else self._score(model, inputs).logps
+            unread.append(logps[len(input_ids) :])
+            return SimpleNamespace(log_probs=logps[: len(input_ids)])
+
+        trl: Any = super()
+        with kept_requires_grad(self._unwrapped(self.model)):
+            logps = trl.compute_ref_log_probs(score, self._as_trl_batch(inputs))
+        if len(logps) >= len(self.data_collator.reference_columns):
+            return logps
+        # TRL's method knows no completions under a view
+        under_view = torch.full_like(logps[0], torch.nan)
+        under_view[inputs["viewed"]] = unread[0].sum(1)
+        return *logps, under_view
+
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
         logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-        return dict(zip(self._reference_columns, logps, strict=False))
+        return dict(zip(self.data_collator.reference_columns, logps, strict=False))
 
     def _with_reference_columns(self, dataset: Rows) -> Dataset:
         """Skipped rows get NaN, and -1 as an index."""
@@ -134,7 +166,7 @@ class PreferenceTrainer(CompletionTrainer):
             whole_column = torch.full((len(dataset),), fill_value, dtype=column.dtype)
             whole_column[kept_indices] = column
             dataset = dataset.add_column(name, whole_column.tolist())
-        if not lists_columns(dataset) and self._reference_columns[0] not in dataset[0]:
+        if not lists_columns(dataset) and self.data_collator.reference_columns[0] not in dataset[0]:
             raise ValueError(
                 "`precompute_ref_log_probs=True` adds columns, which the dataset's transform leaves out; let the "
                 "transform keep all columns, or use `map` in its place."
@@ -142,7 +174,7 @@ class PreferenceTrainer(CompletionTrainer):
         return dataset
 
     def _with_reference_logps(self, inputs: Batch) -> Batch:
-        if all(name in inputs for name in self._reference_columns):
+        if all(name in inputs for name in self.data_collator.reference_columns):
             return inputs
         # Without its adapter, or before the first update, the policy can score as the reference
         policy_is_reference = is_peft_model(self.model) or (
@@ -167,20 +199,34 @@ class PreferenceTrainer(CompletionTrainer):
             return super()._loss_of_trl(rows, *outputs)
 
     def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Scores are in the order of `completion_ids`."""
+        """
+        Returns scores in the order of `completion_ids`. Tokens that aren't learned score 0, since TRL's loss has no
+        mask.
+        """
         completions, packed = completions_to_score(self._policy, inputs)
-        return self._policy.score(model, ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss))
+        request = ScoreRequest(*completions, packed=packed, compute_aux_loss=compute_aux_loss)
+        learned = inputs["learned"].bool()
+        return self._policy.score(model, request).map_rows(lambda values: torch.where(learned, values, 0.0))
 
-    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns a pair as TRL's own forward reads it: one row per completion."""
-        return pair.sequences(model)
+    def _as_trl_batch(self, inputs: Batch) -> Batch:
+        """
+        Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
+        loss doesn't score the first token. The mask marks learned tokens. A completion of the learned tokens 7 and 8
+        becomes the row 0, 7, 8 with the mask 0, 1, 1.
+        """
+        n = sum(len(pair.counted_sides) for pair in inputs["sequences"])
+        batch = {"input_ids": pad(inputs["completion_ids"][:n], (1, 0))}
+        batch["completion_mask"] = pad(inputs["learned"][:n], (1, 0))
+        names = ("attention_mask", "label", *self.data_collator.reference_columns)
+        return batch | {name: inputs[name] for name in names if name in inputs}
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         measure = Measure(self._policy, model, has_engine_positions=False)
-        pairs = inputs["sequences"]
+        sequences = (
+            [pair.sequence(side, measure.model) for side in pair.counted_sides] for pair in inputs["sequences"]
+        )
         # In the order of `completion_ids`: the first completions of all pairs, then the second ones
-        sides = zip(*(self._sequences(pair, measure.model) for pair in pairs), strict=True)
-        rows = [*itertools.chain.from_iterable(sides)]
+        rows = [*itertools.chain.from_iterable(zip(*sequences, strict=True))]
         ids = [row.input_ids for row in rows]
         pad_id = tokenizer_of(self.processing_class).pad_token_id
         # TRL's `prediction_step` returns `input_ids` as labels

@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
 from ...algorithms.metrics import scored_mean
 from ...algorithms.preferences import anchored_preference, conditional_preference
 from ...forward.scores import Scores
-from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
 from ..reading.trainer import Batch, NumItems, load_for_scoring
 from .base import PreferenceTrainer
-from .data import COLUMNS, REFERENCE_COLUMNS, PreferenceCollator
+from .data import COLUMNS, PreferenceCollator
 from .dpo_config import MultimodalDPOConfig
 
 
@@ -111,8 +109,6 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             outputs=(*_OUTPUTS, "log_sum_sq_probs") if args.use_weighting else _OUTPUTS,
             load_processor=loaded.load_processor,
         )
-        # The third column is for chosen completions under the view
-        self._reference_columns = REFERENCE_COLUMNS[: 2 if self._view_settings.view is None else 3]
         if args.precompute_ref_log_probs:
             self._precompute_reference(
                 args.precompute_ref_batch_size or args.per_device_eval_batch_size, args.precompute_ref_batch_size
@@ -120,63 +116,14 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         self._show_tokens()
         self._finish_setup()
 
-    # Reference
-
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """
-        Computes the reference's log-probabilities of a micro-batch.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
-            inputs (`dict`):
-                Micro-batch of the collator.
-
-        Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the chosen and of the rejected completions of the `B`
-            pairs, `(B,)`. With `rejected_view`, a third tensor holds the sums of the chosen completions under the
-            view, and NaN for pairs without a view.
-        """
-
-        # A pair has two completions. `view_logps` gets the sums under the view while TRL's method runs
-        n_completions = 2 * len(inputs["sequences"])
-        view_logps = []
-
-        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
-            # TRL's method calls `score` once in place of a model, and knows no completions under a view
-            logps = self._score(model, inputs).logps
-            view_logps.append(logps[n_completions:].sum(1))
-            return SimpleNamespace(log_probs=logps[:n_completions])
-
-        with kept_requires_grad(self._unwrapped(self.model)):
-            chosen, rejected = super().compute_ref_log_probs(score, _as_trl_batch(inputs))
-        if len(self._reference_columns) == 2:
-            return chosen, rejected
-        under_view = torch.full_like(chosen, torch.nan)
-        under_view[inputs["viewed"]] = view_logps[0]
-        return chosen, rejected, under_view
-
-    def _with_reference_logps(self, inputs: Batch) -> Batch:
-        if len(self._reference_columns) == 3 and not inputs["viewed"] and REFERENCE_COLUMNS[0] in inputs:
-            # Without media, the micro-batch needs no log-probabilities under the view, and its rows have none
-            under_view = torch.full_like(inputs[REFERENCE_COLUMNS[0]], torch.nan)
-            inputs = {REFERENCE_COLUMNS[2]: under_view, **inputs}
-        return super()._with_reference_logps(inputs)
-
     # Update
-
-    def _score(self, model: nn.Module, inputs: Batch, compute_aux_loss: bool = False) -> Scores:
-        """Returns scores of all completions. Tokens that aren't learned score 0, since TRL's loss has no mask."""
-        learned = inputs["learned"].bool()
-        return (
-            super()._score(model, inputs, compute_aux_loss).map_rows(lambda values: torch.where(learned, values, 0.0))
-        )
 
     def _loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: NumItems) -> tuple[torch.Tensor, Scores]:
         self._log_media_contribution(model, inputs)
         inputs = self._with_reference_logps(inputs)
         scores = self._score(model, inputs, self.aux_loss_enabled)
-        pair_scores = scores.rows(slice(2 * len(inputs["sequences"])))
+        trl_batch = self._as_trl_batch(inputs)
+        pair_scores = scores.rows(slice(len(trl_batch["input_ids"])))
         outputs = SimpleNamespace(
             log_probs=pair_scores.logps,
             entropy=pair_scores.entropies,
@@ -185,7 +132,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             log_sum_sq_probs=pair_scores.log_sum_sq_probs,
             aux_loss=pair_scores.aux_loss,
         )
-        loss = self._loss_of_trl(_as_trl_batch(inputs), outputs)
+        loss = self._loss_of_trl(trl_batch, outputs)
         if self._view_settings.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
@@ -225,17 +172,3 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
         lines += [("`rejected_view`", f"`{self.args.rejected_view}`")] if self.args.rejected_view else []
         lines += [("`learning_rate`", f"`{self.args.learning_rate}`")]
         return [*lines, *common_lines(self.args.to_dict())]
-
-
-def _as_trl_batch(inputs: dict[str, Any]) -> dict[str, Any]:
-    """
-    Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
-    loss doesn't score the first token. The mask marks learned tokens. A completion of the learned tokens 7 and 8
-    becomes the row 0, 7, 8 with the mask 0, 1, 1.
-    """
-    n_completions = 2 * len(inputs["sequences"])
-    return {
-        "input_ids": pad(inputs["completion_ids"][:n_completions], (1, 0)),
-        "completion_mask": pad(inputs["learned"][:n_completions], (1, 0)),
-        **{name: inputs[name] for name in ("attention_mask", *REFERENCE_COLUMNS[:2]) if name in inputs},
-    }

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,12 +12,10 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from trl.data_utils import extract_prompt, unpair_preference_dataset
 
 from ...data.rows.batches import Row
-from ...data.rows.cells import Cell, finite_number, truth_value
+from ...data.rows.cells import truth_value
 from ...data.rows.labels import with_class_names
 from ...data.rows.names import MEDIA_COLUMNS, other_layout
 from ...data.rows.unread import lists_columns
-from ...encoding.join import padded
-from ...encoding.prompts import EncodedPrompt, check_ids
 from ...encoding.sequences import PreferencePair
 from ..reading.collator import missing_columns_error
 from .data import PairCollator
@@ -44,18 +42,7 @@ COLUMNS = (
 _PAIRS_PER_BLOCK = 1000
 
 
-def label_of(cell: Cell, row: int) -> bool:
-    """Returns the label in a cell. Raises a `ValueError` unless it is a truth value, see [`truth_value`]."""
-    return truth_value(cell, "label", row, is_required=True)
-
-
-@dataclass(eq=False)
-class LabelledCompletion(PreferencePair):
-    """A prompt with its own completion (`chosen`) and another row's completion (`rejected`), for the KL estimate."""
-
-    def example(self) -> tuple[list[int], list[int], None]:
-        """Returns ids of the prompt and of its completion."""
-        return self.input_ids.tolist(), self.chosen, None
+label_of = partial(truth_value, is_required=True)
 
 
 @dataclass
@@ -67,60 +54,30 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
     """
 
     _token_names = ("prompt_ids", "completion_ids")
+    _kind = "completion"
+    _cell_readers = {"label": label_of}
     calculate_kl: bool = True  # whether the loss has a KL estimate
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """
-        Encodes the rows of a micro-batch.
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        return REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]
 
-        Args:
-            rows (`Sequence`):
-                Rows of a dataset, or [`~rollout.stream.EncodedRow`]s.
+    def _with_shared_sides(self, pairs: list[PreferencePair], rows: Sequence[Row]) -> list[PreferencePair]:
+        """Cuts pairs to `max_length`, after another row has lent its whole completion for the KL estimate."""
+        if self.calculate_kl:
+            lent = [replace(pairs[i].sides[0], is_counted=False) for i in self._kl_indices(len(pairs))]
+            pairs = [replace(pair, sides=[*pair.sides, side]) for pair, side in zip(pairs, lent, strict=True)]
+        return list(map(self._cut, pairs))
 
-        Returns:
-            `dict`: `sequences` ([`LabelledCompletion`]), length `B`. `prompts`, `completion_ids` and
-            `completion_mask`, `(2 * B, C)`, and `lengths` hold the rows' own completions, then the completions of the
-            KL estimate. If the loss has no KL estimate, they are `(B, C)`. `KL_row`, `(B,)`, has the row indices of
-            the completions in the estimate, and `label` is `(B,)`. `attention_mask`, `(1, tokens)`, has an entry for
-            each token of the prompts and their own completions. The reference's log-probabilities, `(B,)`, are
-            included if rows have them. `plain` and `encode_view` are described in
-            [`~trainers.preference.data.PairCollator`].
+    def _column_tensors(self, rows: Sequence[Row], pairs: Sequence[PreferencePair]) -> dict[str, torch.Tensor]:
         """
-        encoded = self._encoded_rows(rows)
-        stored = self._stored_rows(rows)
-        # An encoded row has its whole completion as `rejected`. Row `i` lends this completion to the pair
-        others = zip(encoded, self._kl_indices(len(encoded)), strict=True)
-        pairs = [replace(pair, rejected=self._cut_completion(pair, encoded[i].rejected)) for pair, i in others]
-        completions = [pair.chosen for pair in pairs]
-        completions += [pair.rejected for pair in pairs] if self.calculate_kl else []
-        ids, mask = padded([torch.tensor(tokens, dtype=torch.long) for tokens in completions])
-        n_tokens = sum(len(pair) + len(pair.chosen) for pair in pairs)
-        return {
-            "sequences": pairs,
-            "prompts": pairs * (2 if self.calculate_kl else 1),
-            "completion_ids": ids,
-            "completion_mask": mask,
-            "lengths": list(map(len, completions)),
-            "attention_mask": mask.new_ones(1, n_tokens),
-            "plain": lambda load, i: self._plain_outputs(stored[i], load()),
-            "encode_view": lambda i, view: self._encoder_of(stored[i]).encode_view(stored[i], view),
-            **self._column_tensors(stored),
-        }
-
-    def _column_tensors(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        Also returns `KL_row`, `(B,)`, the row indices of the completions in the KL estimate. Raises `ValueError` if
+        the reference scored the rows in other micro-batches.
         """
-        Returns labels, and log-probabilities of the reference if rows have them. Raises `ValueError` if the reference
-        scored the rows in other micro-batches.
-        """
-        labels = [label_of(row.get("label"), row.row_index) for row in rows]
-        kl_rows = torch.tensor([rows[i].row_index for i in self._kl_indices(len(rows))])
-        columns = {"label": torch.tensor(labels), KL_ROW: kl_rows}
-        for name in REFERENCE_COLUMNS[: 2 if self.calculate_kl else 1]:
-            logps = [finite_number(row.get(name), name, row.row_index) for row in rows]
-            if None not in logps:  # otherwise the trainer scores the reference itself
-                columns[name] = torch.tensor(logps)
+        kl_rows = [rows[i].row_index for i in self._kl_indices(len(rows))]
+        columns = {**super()._column_tensors(rows, pairs), KL_ROW: torch.tensor(kl_rows)}
         if REFERENCE_COLUMNS[1] in columns:
-            for row, kl_row in zip(rows, kl_rows.tolist(), strict=True):
+            for row, kl_row in zip(rows, kl_rows, strict=True):
                 if row.get(KL_ROW) != kl_row:
                     raise ValueError(
                         f"row {row.row_index}: `ref_KL_logps` scores the completion of row {row.get(KL_ROW)}, but "
@@ -140,28 +97,11 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
         micro_batch_starts = [i - i % size for i in range(n)]
         return [i - 1 if i > start else min(start + size, n) - 1 for i, start in enumerate(micro_batch_starts)]
 
-    def read(self, row: Row) -> list:
-        label_of(row.get("label"), row.row_index)
-        return self._encoder_of(row).read(row, "completion")
-
-    def encode(self, row: Row) -> LabelledCompletion:
-        """
-        Encodes a row. `chosen` is its completion, cut to `max_length`. `rejected` is its whole completion, which
-        `__call__` lends to another row for the KL estimate. Raises `OverlongRow` if the prompt leaves no room.
-        """
-        prompt, tokens = self._encoder_of(row).encode_completion(row)
-        check_ids(torch.tensor([*prompt.input_ids, *tokens]), self.model.config, row.row_index)
-        self._check_room(prompt, row)
-        chosen = self._cut_completion(prompt, tokens)
-        return LabelledCompletion(**vars(prompt), chosen=chosen, rejected=tokens, is_cut=len(chosen) < len(tokens))
-
-    def _token_columns(self, row: Row) -> dict[str, list[int]]:
-        prompt, tokens = self._encoder_of(row).encode_completion(row)
-        return {"prompt_ids": prompt.input_ids.tolist(), "completion_ids": tokens}
-
-    def _cut_completion(self, prompt: EncodedPrompt, completion: list[int]) -> list[int]:
-        max_length = self.args.max_length
-        return completion if max_length is None or prompt.modalities else completion[: max_length - len(prompt)]
+    def encode(self, row: Row) -> PreferencePair:
+        """Encodes a row, which isn't cut yet. Raises `OverlongRow` if the prompt leaves no room in `max_length`."""
+        pair = self._encoded_pair(row)
+        self._check_room(pair, row)
+        return pair
 
     def _prepare(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         if isinstance(dataset, Dataset) and not lists_columns(dataset):
@@ -177,7 +117,7 @@ class LabelledCollator(PairCollator[MultimodalKTOConfig]):
             )
         dataset = with_class_names(dataset, ["label"])
         if isinstance(dataset, Dataset):
-            labels = [label_of(cell, i) for i, cell in enumerate(dataset["label"])]
+            labels = [label_of(cell, "label", i) for i, cell in enumerate(dataset["label"])]
             if name == "train":
                 warn_of_balance(labels, self.args.desirable_weight, self.args.undesirable_weight)
         return dataset

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +10,7 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
-from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...forward.scores import Scores
-from ...models.parts import kept_requires_grad
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines
 from ..base.setup import resolve_config
@@ -21,7 +18,7 @@ from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, R
 from ..reading.trainer import Batch, NumItems, load_for_scoring
 from .base import PreferenceTrainer
 from .kto_config import MultimodalKTOConfig
-from .kto_data import COLUMNS, KL_ROW, REFERENCE_COLUMNS, LabelledCollator
+from .kto_data import COLUMNS, KL_ROW, LabelledCollator
 
 
 class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
@@ -107,38 +104,11 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             outputs=("log_probs", "entropy", "mean_logits"),
             load_processor=loaded.load_processor,
         )
-        self._reference_columns = REFERENCE_COLUMNS if calculate_kl else REFERENCE_COLUMNS[:1]
         if args.precompute_ref_log_probs:
             # The KL estimate depends on the micro-batch, so the reference scores the micro-batches of training
             self._precompute_reference(args.per_device_train_batch_size)
         self._show_tokens()
         self._finish_setup()
-
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """
-        Computes the reference's log-probabilities of a micro-batch.
-
-        Args:
-            model ([`~torch.nn.Module`]):
-                The reference, or with PEFT the policy, whose adapter is disabled meanwhile.
-            inputs (`dict`):
-                Micro-batch of the collator.
-
-        Returns:
-            `tuple` of `torch.Tensor`: Sums over the tokens of the completions, `(B,)`, and of the completions in the
-            KL estimate, `(B,)`. The second is `None` if the loss has no KL estimate.
-        """
-        n = len(inputs["sequences"])
-        logps_by_call = []
-
-        def score(**kwargs: torch.Tensor) -> SimpleNamespace:
-            # TRL calls its model twice: for the rows' completions, then for the completions of the KL estimate. The
-            # first call scores both at once. The second call finds its scores in the list
-            logps_by_call[:] = logps_by_call[1:] or self._score(model, inputs).logps.split(n)
-            return SimpleNamespace(log_probs=logps_by_call[0])
-
-        with kept_requires_grad(self._unwrapped(self.model)):
-            return super().compute_ref_log_probs(score, _as_trl_batch(inputs))
 
     def _score_reference(self, inputs: Batch) -> dict[str, torch.Tensor]:
         logps_by_column = super()._score_reference(inputs)
@@ -158,7 +128,7 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         )
         # TRL's loss calls the model for the KL estimate first, if there is one, and then for the rows' completions
         kl_outputs = [SimpleNamespace(log_probs=kl_logps.detach())] if self.calculate_KL else []
-        return self._loss_of_trl(_as_trl_batch(inputs), *kl_outputs, outputs), scores
+        return self._loss_of_trl(self._as_trl_batch(inputs), *kl_outputs, outputs), scores
 
     def _score_with_kl(self, model: nn.Module, inputs: Batch, n: int) -> tuple[Scores, torch.Tensor]:
         """
@@ -169,14 +139,20 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
             scores = self._score(model, inputs, self.aux_loss_enabled)
             return scores, scores.logps[n:]
         # As in TRL, the load-balancing loss is that of the rows' completions alone
-        names = ("prompts", "lengths", "completion_ids", "completion_mask")
+        names = ("prompts", "lengths", "completion_ids", "completion_mask", "learned")
         with torch.no_grad():
             kl_scores = self._score(model, inputs | {name: inputs[name][n:] for name in names})
         return self._score(model, inputs | {name: inputs[name][:n] for name in names}, True), kl_scores.logps
 
-    def _sequences(self, pair: PreferencePair, model: PreTrainedModel) -> list[SupervisedSequence]:
-        """Returns the row with its own completion only, since the pair's second completion is of another row."""
-        return super()._sequences(pair, model)[:1]
+    def _as_trl_batch(self, inputs: Batch) -> Batch:
+        """Also returns the completions of the KL estimate, if the loss has one."""
+        n = len(inputs["sequences"])
+        if not self.calculate_KL:
+            return super()._as_trl_batch(inputs)
+        kl_ids = pad(inputs["completion_ids"][n:], (1, 0))
+        kl_mask = pad(inputs["completion_mask"][n:], (1, 0))
+        kl_batch = {"KL_input_ids": kl_ids, "KL_completion_mask": kl_mask, "KL_attention_mask": kl_mask}
+        return super()._as_trl_batch(inputs) | kl_batch
 
     # Card
 
@@ -184,18 +160,3 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         weights = f"{self.desirable_weight} desirable, {self.undesirable_weight} undesirable"
         lines = [("Loss", f"`{self.loss_type}`"), ("Weights", weights), ("`beta`", f"`{self.beta}`")]
         return [*lines, ("`learning_rate`", f"`{self.args.learning_rate}`"), *common_lines(self.args.to_dict())]
-
-
-def _as_trl_batch(inputs: Batch) -> Batch:
-    """
-    Returns a micro-batch in the format of TRL's loss. A padding token stands before each completion, because the
-    loss doesn't score the first token. A completion of the tokens 7 and 8 becomes the row 0, 7, 8 with the mask
-    0, 1, 1.
-    """
-    ids = pad(inputs["completion_ids"], (1, 0))
-    mask = pad(inputs["completion_mask"], (1, 0))
-    n = len(inputs["sequences"])
-    batch = {"input_ids": ids[:n], "completion_mask": mask[:n]}
-    if len(ids) > n:
-        batch |= {"KL_input_ids": ids[n:], "KL_completion_mask": mask[n:], "KL_attention_mask": mask[n:]}
-    return batch | {name: inputs[name] for name in ("attention_mask", "label", *REFERENCE_COLUMNS) if name in inputs}

@@ -124,6 +124,11 @@ class RowCollator(Generic[ConfigT]):
 
         return {"tools": checked_value(tools, "tools") or None, **checked_value(variables, "chat_template_kwargs")}
 
+    @property
+    def _keeps_end(self) -> bool:
+        """Whether `max_length` keeps the end of a row. Some trainers have no such option."""
+        return getattr(self.args, "truncation_mode", None) == "keep_end"
+
     @cached_property
     def _template_names(self) -> set[str]:
         return template_names(self.processing_class, {"chat_template": self.chat_template})
@@ -185,8 +190,7 @@ class RowCollator(Generic[ConfigT]):
         media = sorted(columns & MEDIA_COLUMNS.keys() - set(self.args.ignored_media_columns or ()))
         if media:
             check_takes_media(self.processing_class, self.args.ignored_media_columns, dataset)
-            keeps_end = getattr(self.args, "truncation_mode", None) == "keep_end"
-            if keeps_end and self.args.max_length is not None:
+            if self._keeps_end and self.args.max_length is not None:
                 raise ValueError(
                     "truncation_mode='keep_end' is not supported for vision-language models, or others whose rows "
                     f"have media ({media}) and are never cut; use 'keep_start', or set `max_length=None`."

@@ -356,8 +356,8 @@ def set_pad_token(model: PreTrainedModel, processing_class: Processor, token: st
 
 def longest_of(sequence: SupervisedSequence | PreferencePair) -> int:
     """Returns the number of tokens of a row, for a pair with the longer completion."""
-    completions = [sequence.chosen, sequence.rejected] if isinstance(sequence, PreferencePair) else [[]]
-    return len(sequence) + max(map(len, completions))
+    sides = sequence.sides if isinstance(sequence, PreferencePair) else []
+    return len(sequence) + max((len(side.ids) for side in sides), default=0)
 
 
 def map_splits(dataset: EvalRows, function: Callable[[Rows], Rows]) -> EvalRows:
