@@ -254,8 +254,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         shaped: torch.Tensor,
         group_ids: torch.Tensor,
     ) -> Estimates:
-        args = self.args
-        if args.multi_objective_aggregation == "normalize_then_sum":
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
             return normalize_then_sum(rewards.per_func, self.reward_weights, group_ids, self._context.group_size)
         advantages = self._estimate_advantages(rollout, rewards, shaped, group_ids)
         if self._estimator.step_input:
