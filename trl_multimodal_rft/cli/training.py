@@ -118,13 +118,12 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
     except KeyboardInterrupt:
         if script_args.state is None:
             raise
-        state = script_args.state
-        last_step = saved_step(training_args.output_dir, script_args.state)
-        folder = Path(str(training_args.output_dir), f"checkpoint-{last_step}")
-        checkpoint_note = "" if last_step is None else f"; the last checkpoint is {folder}"
-        resume = resume_hint(script_args, training_args.output_dir, state)
-        PartialState().print(f"\nInterrupted after step {state.global_step}{checkpoint_note}. {resume}")
+        PartialState().print(f"\nInterrupted {end_note(script_args, training_args, script_args.state)}")
         sys.exit(130)
+    except Exception:
+        if script_args.state is not None and script_args.state.global_step > 0:
+            PartialState().print(f"\nEnded by an error {end_note(script_args, training_args, script_args.state)}")
+        raise
     if script_args.state is not None and not script_args.disable_compact_log:
         PartialState().print("\n".join(next_command_lines(script_args, training_args, script_args.state)))
 
@@ -188,6 +187,13 @@ def held_out_rows(script_args: RunArguments, evaluates: bool) -> str | None:
     if name is None or (not evaluates and only_split(name, script_args.dataset_config) is not None):
         return None
     return name if script_args.dataset_test_split == "test" else None
+
+
+def end_note(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> str:
+    """Returns the last step of a run that didn't end by itself, its checkpoint, and the command that goes on."""
+    last_step = saved_step(args.output_dir, state)
+    checkpoint = "" if last_step is None else f"; the last checkpoint is {args.output_dir}/checkpoint-{last_step}"
+    return f"after step {state.global_step}{checkpoint}. {resume_hint(script_args, args.output_dir, state)}"
 
 
 def resume_hint(

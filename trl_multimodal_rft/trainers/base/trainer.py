@@ -44,6 +44,7 @@ from ..checkpoints.checkpoints import Checkpoints
 from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_without_weights
 from ..checkpoints.lock import holding_lock
 from ..checkpoints.shards import saving_whole_weights, writes_shards
+from ..checkpoints.whole_step import WholeSteps
 from .arguments import check_keywords
 from .finite import check_weights, skip_broken_update
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
@@ -142,6 +143,8 @@ class BaseTrainer(Trainer):
         self.add_callback(self._row_pass)
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
+        self._whole_steps = WholeSteps(self.accelerator, self._rollout_state)
+        self.add_callback(self._whole_steps)
         if self.args.enable_jit_checkpoint or self.args.save_strategy != SaveStrategy.NO:
             raises = not self.args.enable_jit_checkpoint
             self._signal_callback = EndOnSignal(partial(any_rank, self.accelerator), raises)
@@ -167,6 +170,10 @@ class BaseTrainer(Trainer):
         `save_strategy="no"`, the signals act as without a trainer. So do SIGTERM and SIGHUP if the program handles
         them. With `enable_jit_checkpoint`, SIGTERM, SIGINT, SIGUSR1 or SIGHUP end the run with a checkpoint after the
         current step, without an error.
+
+        An error in a step, such as of a reward function or of a file that is gone, saves a checkpoint of the last
+        whole step, unless `save_strategy="no"`. A note of the error names it. After an error in the update itself, and
+        with several processes, the note names the last checkpoint.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -217,7 +224,19 @@ class BaseTrainer(Trainer):
                 surplus = [log for log in self.callback_handler.callbacks if isinstance(log, CompactLogCallback)][1:]
                 for printer in (*PRINTERS, *surplus):
                     self.remove_callback(printer)
+            self._whole_steps.begin(checkpoint)
+            stack.push(self._save_last_step)
             return super().train(checkpoint, *args, **kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        self._whole_steps.begin_step(self.state)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _save_last_step(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        save = partial(self._save_checkpoint, self.model, trial=None)
+        self._whole_steps.save_last(error, self.state, self.args, save)
 
     def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -407,7 +426,7 @@ class BaseTrainer(Trainer):
 
     def _save_state(self, folder: Path) -> None:
         """All ranks must call this."""
-        self._checkpoints.save_state(folder, self._rollout_state(), self.ref_model, self.ema)
+        self._checkpoints.save_state(folder, self._whole_steps.rollouts(), self.ref_model, self.ema)
 
     # Publishing
 
