@@ -182,6 +182,9 @@ def test_lines_of_metrics():
     assert metric_values(logs) == {"reward": "0.31 ± 0.40", "accuracy": "12.0 %", "length": "3.0, 80 % clipped"}
     agent = {"tools/call_frequency": 0.75, "tools/failure_frequency": 0.08, "tools/ended_by_length": 0.5}
     assert metric_values(agent) == {"calls": "0.75, 8 % failed", "ended by length": "0.50"}
+    broken = {"loss": 0.0, "skipped_updates": 1.0}  # of which `Trainer` left out the losses
+    assert metric_values(broken) == {"loss": "nan", "skipped updates": "100.0 %"}
+    assert metric_values({"loss": 0.5, "skipped_updates": 0.25}) == {"loss": "0.50", "skipped updates": "25.0 %"}
     agent = {"tools/call_frequency": 0.0, "tools/unparsed_frequency": 0.25, "tools/ended_by_length": 0.0}
     assert metric_values(agent) == {"calls": "0.00", "unparsed calls": "0.25"}
     others = {"reward": 1.0, "reward_std": None, "rewards/brief/mean": 0.001}

@@ -35,6 +35,8 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     check_names(args)
     check_batch(command, args)
     check_processes(args)
+    if getattr(args, "max_steps", None) == 0:
+        raise ValueError("`--max_steps 0` takes no step; set it above 0, or leave it out for `--num_train_epochs`.")
     if command not in ("evaluate", "filter"):
         check_trackers(getattr(args, "report_to", None))
     if command not in ("evaluate", "filter") and not getattr(args, "dry_run", False):

@@ -397,7 +397,10 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
     if "reward" in logs:
         values["reward"] = f"{_number(logs['reward'])} ± {_number(logs.get('reward_std'))}"
     elif "loss" in logs:
-        values["loss"] = _number(logs["loss"])
+        # `Trainer` leaves losses out that aren't finite, and would show 0
+        values["loss"] = "nan" if logs.get("skipped_updates") == 1 else _number(logs["loss"])
+    if logs.get("skipped_updates"):
+        values["skipped updates"] = _per_cent(logs["skipped_updates"])
     if "accuracy" in logs:
         low = logs.get("accuracy_low")
         high = logs.get("accuracy_high")

@@ -406,6 +406,12 @@ def test_precision_is_what_the_device_has(config_class, monkeypatch, caplog):
     assert not config_class("out").bf16
     assert "`bf16` is set to `False`: the run uses float32" in caplog.text
     caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        config_class("out")
+    assert "the launch has `mixed_precision='bf16'`, which the run uses" in caplog.text
+    assert "float32." in caplog.text and "the run uses float32" not in caplog.text
+    caplog.clear()
     with pytest.raises(ValueError, match="none is here; leave `bf16` out to train in float32"):
         config_class("out", bf16=True)
     assert config_class("out", use_cpu=True).bf16 and not config_class("out", bf16=False).bf16

@@ -175,17 +175,28 @@ class MediaArguments(CheckedKeywords, _Config):
         if not torch.accelerator.is_available():
             self.dataloader_pin_memory = False  # without an accelerator, torch would only warn
         has_bf16 = is_torch_bf16_gpu_available() or is_torch_xla_available()
+        lacks_bf16 = False
         if self.bf16 is None and not (self.fp16 or self.use_cpu or has_bf16):
             # TRL's default is `True`, which transformers refuses here
             self.bf16 = False
-            logger.warning("No device here computes in bfloat16, so `bf16` is set to `False`: the run uses float32.")
+            lacks_bf16 = True
         if self.bf16 and not (self.use_cpu or has_bf16):
             raise ValueError(
                 "`bf16=True` needs a device that computes in bfloat16, and none is here; leave `bf16` out to train in "
                 "float32, or set `use_cpu=True` to compute in bfloat16 on the CPU, which is slow."
             )
         super().__post_init__()
-        settle_unused(self, self._unused, get_logger(__name__).warning_once)
+        main_logger = get_logger(__name__)  # of the main process, now that processes are known
+        if lacks_bf16 and self.mixed_precision == "no":
+            main_logger.warning(
+                "No device here computes in bfloat16, so `bf16` is set to `False`: the run uses float32."
+            )
+        elif lacks_bf16:
+            main_logger.warning(
+                f"No device here computes in bfloat16, but the launch has `mixed_precision={self.mixed_precision!r}`, "
+                "which the run uses; it is slow. Launch with `--mixed_precision no` for float32."
+            )
+        settle_unused(self, self._unused, main_logger.warning_once)
         for name in ("model", "teacher_model", "value_model"):
             check_dtype(f"{name}_init_kwargs", getattr(self, f"{name}_init_kwargs", None))
         if self.fp16 and self.device.type == "cpu":
