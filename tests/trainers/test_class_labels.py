@@ -102,7 +102,7 @@ def test_trainers_of_completions_learn_names(trainer_class, column, form, tmp_pa
     (batch, *_) = trainer.get_train_dataloader()
     texts = []
     for sequence in batch["sequences"]:
-        answers = [*getattr(sequence, "chosen", []), *getattr(sequence, "rejected", [])]
+        answers = [token for side in getattr(sequence, "sides", ()) for token in side.ids]
         texts.append(trainer.processing_class.decode([*sequence.input_ids.tolist(), *answers]))
     assert {name for text in texts for name in re.findall("one|seven|zero|[0-9]", text)} == {"one", "seven", "zero"}
 
