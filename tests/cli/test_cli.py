@@ -193,6 +193,7 @@ MISTAKES = [
     (["check", *MODEL, *ROWS, '--chat_template_kwargs={"a": 1, "a": 2}'], 2, "(it sets `a` twice; remove one)"),
     (["grpo", *MODEL, *ROWS, "--reward_funcs", "length_reward(bonus=1, bonus=2)"], 1, "it sets `bonus` twice; remove"),
     (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: invalid int value: 'few'"),
+    (["grpo", *MODEL, *ROWS, "--temperature", "0"], 2, "above 0, got 0.0; set a low temperature such as 0.1"),
     (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "unrecognized arguments: 3"),
     (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),
