@@ -21,6 +21,7 @@ TRL_CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "sft": SFTConfig}
 RUN = {name: value for name, value in PLAIN.items() if name != "learning_rate"} | {"adam_epsilon": 1e-3}
 _SHARED = (MediaArguments, SamplingArguments, MultimodalArguments)
 OWN = {name for config in (*_SHARED, *CONFIGS.values()) for name in get_annotations(config)}
+OWN = {name for name in OWN if not name.startswith("_")}  # the others are no options
 OWN -= {"generation_batch_size", "loss_type", "num_generations", "steps_per_generation"}  # TRL has these, too
 OWN -= {"teacher_columns"}  # an attribute of the class, no option
 # Options in `OWN` with which TRL's trainer makes the same updates, in another way
