@@ -265,8 +265,9 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
     numbers, and their unions with `None`. Other annotations allow any value.
     """
     types, interval = _types_and_interval(annotation)
-    # Only an interval excludes `None`, unless the annotation also allows `None`
-    if value is None and (NoneType in types or interval is None):
+    has_choices = any(get_origin(cls) is Literal for cls in types)
+    # Only choices and an interval exclude `None`, unless the annotation also allows `None`
+    if value is None and (NoneType in types or not (has_choices or interval is not None)):
         return
     types = tuple(cls for cls in types if cls is not NoneType)
     if get_origin(types[0]) is Literal:

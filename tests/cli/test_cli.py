@@ -193,6 +193,7 @@ MISTAKES = [
     (["check", *MODEL, *ROWS, '--chat_template_kwargs={"a": 1, "a": 2}'], 2, "(it sets `a` twice; remove one)"),
     (["grpo", *MODEL, *ROWS, "--reward_funcs", "length_reward(bonus=1, bonus=2)"], 1, "it sets `bonus` twice; remove"),
     (["grpo", *MODEL, *ROWS, "--max_steps", "few"], 2, "--max_steps: invalid int value: 'few'"),
+    (["grpo", *MODEL, *ROWS, "--temperature", "0"], 2, "above 0, got 0.0; set a low temperature such as 0.1"),
     (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "unrecognized arguments: 3"),
     (["grpo", *MODEL, *ROWS, "--learning_rate=-1e-5"], 2, "--learning_rate: it must be at least 0, got -1e-05"),
     (["grpo", *MODEL, *ROWS, "--top_p", "1.5"], 2, "--top_p: it must be above 0 and at most 1, got 1.5"),

@@ -61,7 +61,8 @@ def options(classes: Sequence[type]) -> list[dict[str, Any]]:
             and all(isinstance(choice, str) for choice in choices)
         ):
             row["choices"] = [*choices]
-        rows.append({**row, "interval": checked[name].interval})
+        interval = checked[name].interval
+        rows.append({**row, "interval": interval, "remedy": None if interval is None else checked[name].remedy})
     return rows
 
 

@@ -443,7 +443,7 @@ def _add_option(group: argparse._ActionsContainer, option: dict[str, Any], defau
     interval = option.get("interval")
     if interval is not None:
         text += f" Must be {interval_words(interval)}."
-        convert = _within(convert, interval, option["default"])
+        convert = _within(convert, interval, option["remedy"])
     if option["optional"] and type_name != "str":
         convert = _or_none(convert)
     is_launch = option["group"] == "launch"
@@ -481,14 +481,14 @@ _parse_bool.__name__ = "bool"
 parse_json.__name__ = "json"
 
 
-def _within(convert: Callable[[str], Value], interval: str, default: Value) -> Callable[[str], Value]:
+def _within(convert: Callable[[str], Value], interval: str, remedy: str) -> Callable[[str], Value]:
     """Returns a converter that refuses numbers outside of an interval."""
 
     def read(text: str) -> Value:
         value = convert(text)
         if isinstance(value, (int, float)):
             try:
-                check_interval("it", value, interval, f"the default is {default}")
+                check_interval("it", value, interval, remedy)
             except ValueError as error:
                 raise argparse.ArgumentTypeError(str(error)) from None
         return value

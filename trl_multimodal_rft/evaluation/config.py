@@ -2,7 +2,7 @@
 """The options of an evaluation."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
@@ -11,10 +11,10 @@ from ..trainers.base.options import check_values, help_from_docstring
 from ..views.views import as_view
 
 
-def _conflicts_of_samples(config: "EvaluationConfig") -> Conflicts:
+def _conflicts_of_samples(config: Any) -> Conflicts:
     """Returns conflicts of the number of samples with what is counted, and of an ablation with its view."""
     sizes = [("pass_at", k) for k in config.pass_at]
-    sizes += [("majority_at", k) for k in config.majority_at or ()]
+    sizes += [("majority_at", k) for k in config.majority_at]
     return [
         (
             config.num_samples > 1 and config.temperature == 0,

@@ -67,6 +67,7 @@ SINGLE = {"num_generations": 1, "advantage_estimator": "reinforce"}
         ({"loss_type": "rloo"}, "Instead, set `advantage_estimator='rloo'`."),
         ({"advantage_estimator": "group-norm"}, "got 'group-norm'. Did you mean `group_norm`?"),
         ({"importance_sampling_level": "group"}, "`importance_sampling_level` must be one of 'token', 'sequence'"),
+        ({"importance_sampling_level": None}, "must be one of 'token', 'sequence', got None."),
         *(({"advantage_estimator": f}, "as keyword arguments (") for f in (only_rewards, needs_more)),
         (
             {"advantage_estimator": only_rewards},

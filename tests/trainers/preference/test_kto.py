@@ -284,6 +284,7 @@ def test_labels_of_an_evaluation_are_checked_at_the_start(tmp_path):
         (lambda rows: rows, {"per_device_train_batch_size": 1}, "batch size must be > 1"),
         (lambda rows: rows, {"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
         (lambda rows: rows, {"loss_type": "bco"}, "`loss_type` must be one of 'kto', 'apo_zero_unpaired', got 'bco'."),
+        (lambda rows: rows, {"loss_type": None}, "`loss_type` must be one of 'kto', 'apo_zero_unpaired', got None."),
         (lambda rows: rows, {"neftune_noise_alpha": 5.0}, "which isn't known in packed rows; set `packing='padded'`"),
         (lambda rows: rows.remove_columns("image"), {"max_length": 5}, "leaves none of `max_length` (5) to the compl"),
     ],

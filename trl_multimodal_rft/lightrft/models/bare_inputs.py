@@ -82,9 +82,8 @@ def unpadded_completions(
 ) -> tuple[ScoreRequest, torch.Tensor]:
     """
     Returns the prompts and completions of packed samples `(1, sum of S)`, see [`packed_rows`], and ones for all of
-    their actions, `(1, sum of A)`. The samples `[p, q, a, b]`
-    and `[r, c]`, whose actions begin at 2 and 1, have the prompts `[p, q]` and `[r]`, and the completions `[a, b]` and
-    `[c]`.
+    their actions, `(1, sum of A)`. The samples `[p, q, a, b]` and `[r, c]`, whose actions begin at 2 and 1, have the
+    prompts `[p, q]` and `[r]`, and the completions `[a, b]` and `[c]`.
     """
     rows, starts = packed_rows(sequences, num_actions, list(map(int, lengths)))
     completions = [row[start:] for row, start in zip(rows, starts, strict=True)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import ParallelismConfig
-from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
@@ -20,8 +19,6 @@ from ...spelling import did_you_mean
 if TYPE_CHECKING:
     from .signatures import Model
 
-
-logger = get_logger(__name__)
 
 # Remedies for keyword arguments that these trainers don't have
 _KEYWORD_REMEDIES = {

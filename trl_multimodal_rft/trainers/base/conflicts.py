@@ -115,7 +115,7 @@ def conflicts_of_views(args: Any) -> Conflicts:
 def conflicts_of_groups(args: Any) -> Conflicts:
     """Returns conflicts of the options that choose prompts or exchange groups of completions."""
     exchange_options = [name for name in ("dynamic_sampling", "replay_buffer_size") if getattr(args, name)]
-    moving_options = exchange_options + ["balance_ranks"] * args.balance_ranks
+    moving_options = [*exchange_options, *(["balance_ranks"] if args.balance_ranks else [])]
     n_completions = args.per_device_train_batch_size * args.steps_per_generation
     return [
         *(

@@ -17,14 +17,14 @@ from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
-from accelerate.logging import get_logger
 from transformers import SchedulerType, TrainingArguments
 
 from ...credentials import without_credentials
 from ...spelling import check_value, did_you_mean, interval_of, read_json
 
 
-logger = get_logger(__name__)
+# Not accelerate's, which needs its state, and that doesn't exist yet
+logger = logging.getLogger(__name__)
 
 # Valid intervals of TRL's and transformers' arguments. This package's arguments have their intervals in annotations
 _NAMES_BY_INTERVAL = {
@@ -131,7 +131,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "scale_rewards": Literal["group", "batch", "none", True, False],
     "train_sampling_strategy": Literal["random", "sequential", "group_by_length"],
     "truncation_mode": Literal["keep_start", "keep_end"],
-    "value_lr_scheduler_type": Literal[tuple(schedule.value for schedule in SchedulerType)],  # pyrefly: ignore[invalid-literal]
+    "value_lr_scheduler_type": Literal[tuple(schedule.value for schedule in SchedulerType)] | None,  # pyrefly: ignore[invalid-literal]
     "vllm_mode": Literal["server", "colocate"],
 }
 
@@ -355,12 +355,10 @@ def check_padding(multiple: int | str | None) -> None:
 
 def warn_of_rates(config: TrainingArguments) -> None:
     """Warns of a run without steps, and of a learning rate that no model survives."""
-    # Accelerate's logger needs its state, which doesn't exist yet
-    plain_logger = logging.getLogger(__name__)
     if config.num_train_epochs == 0 and config.max_steps <= 0:
-        plain_logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
+        logger.warning("`num_train_epochs=0` trains nothing; set it above 0, or set `max_steps`.")
     if config.learning_rate > 1:
-        plain_logger.warning(
+        logger.warning(
             f"`learning_rate={config.learning_rate:g}` is far above any that trains a model; write 1e-6 for 0.000001."
         )
 
