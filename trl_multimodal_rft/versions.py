@@ -38,6 +38,7 @@ _OF_TRANSFORMERS = {
     ),
     "train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "_get_grad_norm": "self model grad_norm",
+    "get_batch_samples": "self epoch_iterator num_batches device",
     "save_model": "self output_dir _internal_call",
     "create_optimizer": "self model",
 }

@@ -81,7 +81,8 @@ TYPES: dict[str, Any] = {}  # type of each option
 for _annotation, _names in _NAMES_BY_TYPE:
     TYPES.update(dict.fromkeys(_names.split(), _annotation))
 # Those of a field of the config with the same limits
-TYPES |= {name: options_of(MultimodalPPOConfig)[OPTIONS[name]].annotation for name in OPTIONS.keys() - TYPES.keys()}
+_TABLE = options_of(MultimodalPPOConfig)
+TYPES |= {name: _TABLE[field].annotation for name, field in OPTIONS.items() if name not in TYPES}
 
 # Texts that say whether an option is on, but would all switch it on
 _WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "0", "1", "")
