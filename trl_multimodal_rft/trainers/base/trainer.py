@@ -96,6 +96,7 @@ class BaseTrainer(Trainer):
     push_in_progress: Any = None  # a `PushInProgress` of checkpoints, on the main process
     _checkpoints: Checkpoints
     _row_pass: RowPass
+    _whole_steps: WholeSteps
     _folders_of_model: tuple[str, ...] = ()  # folders in a checkpoint that are published with the policy
     _signal_callback: EndOnSignal | None = None
     _n_skipped = 0  # number of updates skipped in a row
@@ -134,6 +135,7 @@ class BaseTrainer(Trainer):
         """
         self._checkpoints = Checkpoints(self.args, self.accelerator, self._tag_names[1])
         self._row_pass = RowPass(self.accelerator, self._row_readers)
+        self._whole_steps = WholeSteps(self.accelerator, self._rollout_state)
         missing = [name for name in get_annotations(BaseTrainer) if not hasattr(self, name)]
         if missing:
             raise TypeError(f"{type(self).__name__} has no {', '.join(missing)}; set it before `_finish_setup`.")
@@ -143,7 +145,6 @@ class BaseTrainer(Trainer):
         self.add_callback(self._row_pass)
         if console_of(self.callback_handler.callbacks) is None:
             self.add_callback(CompactLogCallback())
-        self._whole_steps = WholeSteps(self.accelerator, self._rollout_state)
         self.add_callback(self._whole_steps)
         if self.args.enable_jit_checkpoint or self.args.save_strategy != SaveStrategy.NO:
             raises = not self.args.enable_jit_checkpoint
