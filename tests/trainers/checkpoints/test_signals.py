@@ -164,12 +164,17 @@ def test_it_saves_when_its_terminal_is_closed(tmp_path):
 WITHOUT_IT = {"enable_jit_checkpoint": False, "save_strategy": "epoch"}
 
 
-@pytest.mark.parametrize("options", [{"save_strategy": "no"}, {}], ids=["nothing to save", "the program's handler"])
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [({"save_strategy": "no"}, []), ({}, ["checkpoint-1"])],
+    ids=["nothing to save", "the program's handler"],
+)
 @pytest.mark.parametrize("number", ASKING)
-def test_without_the_option_these_signals_are_not_handled(number, options, tmp_path):
+def test_without_the_option_these_signals_are_not_handled(number, options, left, tmp_path):
+    """The program's handler raises at once, in step 2, and the last whole step is saved as at any error."""
     with pytest.raises(Unhandled):
         make(tmp_path, 2, number, **{**WITHOUT_IT, **options}).train()
-    assert not [*tmp_path.glob("checkpoint-*")]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == left
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -35,7 +35,7 @@ from trl.trainer import dpo_trainer
 from trl_multimodal_rft import MultimodalDPOConfig, MultimodalDPOTrainer, MultimodalRewardTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
-from trl_multimodal_rft.trainers.base import arguments
+from trl_multimodal_rft.trainers.base import multimodal_config
 
 
 YES = ["It is a cat.", "Two birds sing, one after the other.", "red", "There is a dog here"]
@@ -618,7 +618,7 @@ def test_rows_with_media_are_never_cut(tmp_path):
 def test_options_of_layout_warn_and_change_nothing(tmp_path, caplog):
     options = {"dataset_num_proc": 2, "pad_to_multiple_of": 8, "padding_free": True}
     options["include_num_input_tokens_seen"] = "all"
-    arguments.logger.warning_once.cache_clear()
+    multimodal_config.main_logger.warning_once.cache_clear()
     changed = run_ours(text_pairs(4), tmp_path, **options)
     for name in options:
         assert caplog.text.count(f"`{name}=") == 1

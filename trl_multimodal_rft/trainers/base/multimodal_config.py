@@ -39,6 +39,7 @@ from .options import (
 
 
 logger = logging.getLogger(__name__)
+main_logger = get_logger(__name__)  # of the main process, once processes are known
 
 # Arguments of `apply_chat_template` that trainers set
 _TEMPLATE_ARGUMENTS = {"conversation", "messages", "tools", "tokenize", "return_dict", "return_tensors"}
@@ -186,7 +187,6 @@ class MediaArguments(CheckedKeywords, _Config):
                 "float32, or set `use_cpu=True` to compute in bfloat16 on the CPU, which is slow."
             )
         super().__post_init__()
-        main_logger = get_logger(__name__)  # of the main process, now that processes are known
         if lacks_bf16 and self.mixed_precision == "no":
             main_logger.warning(
                 "No device here computes in bfloat16, so `bf16` is set to `False`: the run uses float32."
