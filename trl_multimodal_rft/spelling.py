@@ -284,8 +284,7 @@ def check_value(name: str, value: Any, annotation: Any, remedy: str) -> None:
         if types == (int,) and _is_finite_number(value) and not hasattr(value, "__index__"):
             raise ValueError(f"{name} must be a whole number, got {value}; {remedy}.")
         if interval is not None:
-            # No whole number is infinite
-            check_interval(name, value, interval.replace("inf]", "inf)") if types == (int,) else interval, remedy)
+            check_interval(name, value, interval, remedy)
     elif types == (list[float],):
         wrong = [value]
         if isinstance(value, (list, tuple)):

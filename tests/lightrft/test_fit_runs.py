@@ -48,7 +48,7 @@ reporting/hub.py reporting/model_card.py
 """.split()
 # Methods of a dataset, its loop and its evaluation, in whose place are `fit`'s batches and its `evaluate`
 OWN_LOOP = """
-BaseTrainer._row_readers
+BaseTrainer._row_readers BaseTrainer.get_batch_samples
 BaseTrainer.get_eval_dataloader BaseTrainer.get_train_dataloader CallbackHandler.on_prediction_step
 CompactLogCallback.on_prediction_step Trainer._evaluate Trainer._get_learning_rate
 Trainer._get_num_items_in_batch Trainer._maybe_log_save_evaluate Trainer._report_to_hp_search Trainer._run_epoch
@@ -199,6 +199,22 @@ def test_signals_end_a_run_with_a_checkpoint(number, straight, tmp_path):
     assert signal.getsignal(number) is before
     assert len(calls) == 2 and verify_checkpoint(tmp_path / "checkpoint-4") == []
     assert_equal(end, prepared(tmp_path, estimator, resume_from_checkpoint=True)())
+
+
+def test_an_error_names_the_last_checkpoint_and_saves_no_half_of_a_rollout(tmp_path):
+    calls = []
+
+    def reward(completion_ids, **columns):
+        calls.append(completion_ids)
+        if len(calls) == 4:
+            raise TimeoutError("the judge is away")
+        return length_and_sum(completion_ids)
+
+    with pytest.raises(Exception, match="the judge is away") as raised:
+        prepared(tmp_path, "group_norm", reward, save_steps=4)()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    (note,) = raised.value.__notes__
+    assert note == f"The last checkpoint is {tmp_path / 'checkpoint-4'}; `train(resume_from_checkpoint=True)` goes on."
 
 
 def without_states(path):

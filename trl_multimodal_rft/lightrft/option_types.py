@@ -25,12 +25,14 @@ pretrain_data pretrain_data_probs pretrain_split input_key output_key images_key
 input_template system_prompt system_prompt_path adam_betas reward_clip_range
 """
 _COUNTS = """
-n_samples_per_prompt train_batch_size rollout_batch_size prompt_max_len micro_rollout_batch_size overlong_buffer_len
-kl_horizon max_samples max_eval_samples max_len chunk_size num_trajectories_to_save plot_every logging_steps zpg
-sp_size initial_model_shard_size lora_alpha max_pixels
+max_epochs micro_train_batch_size generate_max_len engine_tp_size n_samples_per_prompt train_batch_size
+rollout_batch_size prompt_max_len micro_rollout_batch_size overlong_buffer_len kl_horizon max_samples
+max_eval_samples max_len chunk_size num_trajectories_to_save plot_every logging_steps zpg sp_size
+initial_model_shard_size lora_alpha max_pixels
 """
 _FROM_ZERO = """
-critic_learning_rate reward_clip advantage_clip overlong_buffer_penalty_factor first_token_temperature max_ckpt_mem
+l2 eps_clip aux_loss_coef critic_learning_rate reward_clip advantage_clip overlong_buffer_penalty_factor
+first_token_temperature max_ckpt_mem
 """
 
 # Fields that take the values of options as they are. `PPOTrainerVL` has some of these options as arguments.

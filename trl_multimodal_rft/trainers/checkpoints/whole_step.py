@@ -70,17 +70,19 @@ class WholeSteps(TrainerCallback):
         self._rollout_state = rollout_state
         self._before: WholeStep | None = None  # the current step
         self._lost: WholeStep | None = None  # before the step that an error ended
+        self._begun = -1  # the last step that `begin_step` has begun; LightRFT's `fit` saves between rollouts alone
         self._updated = -1  # step whose update has begun, after which an error leaves weights half updated
         self._last_checkpoint: Path | None = None  # that the run saved, or from which it resumed
 
     def begin(self, resumed_from: str | None) -> None:
         """Is called before a run."""
         self._before = self._lost = None
-        self._updated = -1
+        self._begun = self._updated = -1
         self._last_checkpoint = None if resumed_from is None else Path(resumed_from)
 
     def begin_step(self, state: TrainerState) -> None:
         """Is called before the rows of a step are read."""
+        self._begun = state.global_step
         # At the start of an epoch, the loader draws a random number before, and again when a run resumes
         if self._before is None or self._before.n_steps != state.global_step:
             self._before = WholeStep.of(state, self._rollout_state())
@@ -116,8 +118,9 @@ class WholeSteps(TrainerCallback):
         saved_step = 0 if self._last_checkpoint is None else step_of(self._last_checkpoint)
         # DeepSpeed updates weights within the backward pass
         is_updated = self._updated == step or self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_known = self._begun in (step - 1, step) and self._accelerator.num_processes == 1
         problem = ""
-        if step > saved_step and not is_updated and self._accelerator.num_processes == 1:
+        if step > saved_step and is_known and not is_updated:
             if self._before is not None and self._before.n_steps == step:
                 self._lost = self._before
                 self._lost.restore(state)
