@@ -197,7 +197,11 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--max_steps", "2", "3"], 2, "unrecognized arguments: 3"),
     (["grpo", *MODEL, *ROWS, "--learning_rate=-1e-5"], 2, "--learning_rate: it must be at least 0, got -1e-05"),
     (["grpo", *MODEL, *ROWS, "--top_p", "1.5"], 2, "--top_p: it must be above 0 and at most 1, got 1.5"),
-    (["grpo", *MODEL, *ROWS, "--vllm_mode", "servers"], 2, "invalid choice: 'servers' (choose from 'server', 'coloc"),
+    (
+        ["grpo", *MODEL, *ROWS, "--vllm_mode", "servers"],
+        2,
+        "'server', 'colocate'). Did you mean `server`?",
+    ),
     (["grpo", *MODEL, *ROWS, "--max_steps", "0"], 1, "`--max_steps 0` takes no step; set it above 0"),
     (["grpo", *MODEL, *ROWS, "--num_processes", "two"], 2, "--num_processes: invalid int value: 'two'"),
     (["grpo", *MODEL, *ROWS, "--accelerate_config", "tpu"], 1, "no file 'tpu'. This package has cpu, deepspeed_zero1"),

@@ -137,7 +137,7 @@ def test_intervals():
         (lambda: EvaluationConfig(pass_at=[2]), "`pass_at` has 2"),
         (lambda: EvaluationConfig(num_samples=2, temperature=1.0, majority_at=[3]), "`majority_at` has 3"),
         (lambda: named_rewards(EvaluationConfig()), "`reward_funcs` is an `EvaluationConfig`; pass it as `args`"),
-        (lambda: EvaluationConfig(temperature=-1.0), "`temperature` must be at least 0"),
+        (lambda: EvaluationConfig(temperature=-1.0), "`temperature` must be at least 0, got -1.0; 0 decodes greedily"),
         (lambda: EvaluationConfig(max_tool_media=-1), "`max_tool_media` must be at least 0"),
         (lambda: EvaluationConfig(batch_size=0), "`batch_size` must be at least 1, got 0"),
         (lambda: EvaluationConfig(confidence=95), "`confidence` must be above 0 and below 1, got 95"),

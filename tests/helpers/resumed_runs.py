@@ -98,7 +98,7 @@ def stops_of(cases: dict[str, Case], quick: Collection[str]) -> list:
 
 
 def straight_runs(cases: dict[str, Case], tmp_path_factory) -> Callable:
-    """Returns a function that makes the uninterrupted trainer of a case, with a checkpoint of every step."""
+    """Returns a function that makes the uninterrupted trainer of a case, with the checkpoints of its options."""
 
     @functools.cache
     def run(name: str):

@@ -214,7 +214,7 @@ def test_an_error_names_the_last_checkpoint_and_saves_no_half_of_a_rollout(tmp_p
         prepared(tmp_path, "group_norm", reward, save_steps=4)()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     (note,) = raised.value.__notes__
-    assert note == f"The last checkpoint is {tmp_path / 'checkpoint-4'}; `train(resume_from_checkpoint=True)` goes on."
+    assert note == f"The last checkpoint is {tmp_path / 'checkpoint-4'}; `resume_from_checkpoint=True` resumes it."
 
 
 def without_states(path):

@@ -192,7 +192,8 @@ def held_out_rows(script_args: RunArguments, evaluates: bool) -> str | None:
 def end_note(script_args: RunArguments, args: TrainerConfig, state: TrainerState) -> str:
     """Returns the last step of a run that didn't end by itself, its checkpoint, and the command that goes on."""
     last_step = saved_step(args.output_dir, state)
-    checkpoint = "" if last_step is None else f"; the last checkpoint is {args.output_dir}/checkpoint-{last_step}"
+    folder = Path(str(args.output_dir), f"checkpoint-{last_step}")
+    checkpoint = "" if last_step is None else f"; the last checkpoint is {folder}"
     return f"after step {state.global_step}{checkpoint}. {resume_hint(script_args, args.output_dir, state)}"
 
 

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.resumed_runs import EVERYTHING, REPLAY, REUSED, Case, Recording, few_live, logged, same_weights
+from helpers.resumed_runs import (
+    EVERYTHING,
+    REPLAY,
+    REUSED,
+    Case,
+    Recording,
+    few_live,
+    logged,
+    same_weights,
+    straight_runs,
+)
 from helpers.trainer_utils import image_rows
 from transformers import Trainer
 
@@ -105,13 +115,7 @@ KINDS += [(name, moment) for name in ("ppo", "sft", "dpo", "distillation") for m
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    @functools.cache
-    def run(name: str):
-        trainer = CASES[name].make(tmp_path_factory.mktemp("straight"))
-        trainer.train()
-        return trainer
-
-    return run
+    return straight_runs(CASES, tmp_path_factory)
 
 
 def failing(name: str, moment: str, folder: Path, monkeypatch, **options):
@@ -130,7 +134,7 @@ def test_the_last_whole_step_is_saved_and_goes_on(name, moment, straight, tmp_pa
     trainer, error = failing(name, moment, tmp_path / "ended", monkeypatch)
     (folder,) = (tmp_path / "ended").glob("checkpoint-*")
     assert folder.name == f"checkpoint-{SAMPLED if moment == 'a sampled batch' else STEP}"
-    note = f"The last checkpoint is {folder}; `train(resume_from_checkpoint=True)` goes on."
+    note = f"The last checkpoint is {folder}; `resume_from_checkpoint=True` resumes it."
     assert error.__notes__ == [note]
     uninterrupted = straight(name)
     resumed = case.resume(folder, tmp_path / "resumed")

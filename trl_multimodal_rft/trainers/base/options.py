@@ -1,7 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-The table of a config's options: default, type, choices, interval, help, the options that one needs, and values that
-have no effect. Configs check their values by it, and the commands and LightRFT's options read it. What options exclude
+The table of a config's options: default, type, choices, interval, the options that one needs, and values that have no
+effect. Configs check their values by it, and the commands and LightRFT's options read it. What options exclude
 each other stands in `conflicts.py`.
 """
 
@@ -61,13 +61,14 @@ _NONE_ALLOWED = ("top_k", "top_p")  # `None` is valid for these, even where TRL'
 # Options with a dictionary in JSON whose other texts are the path of a file, or have an error of their own
 _OTHER_TEXTS = ("accelerator_config", "deepspeed", "fsdp_config", "learning_rates")
 
-# Remedies in error messages. For all other arguments, the remedy is the default value
-_REMEDIES = {
-    "temperature": "set a low temperature such as 0.1, since completions of a prompt must differ; `trl-multimodal-rft "
-    "evaluate` decodes greedily",
-    "top_entropy_quantile": "1 trains on all tokens",
-    "top_k": "0 samples from all tokens",
-    "top_p": "1 samples from all tokens",
+# Remedies in error messages, by option and interval. For all others, the remedy is the default value
+_REMEDIES: dict[tuple[str, str | None], str] = {
+    ("temperature", "(0, inf)"): "set a low temperature such as 0.1, since completions of a prompt must differ; "
+    "`trl-multimodal-rft evaluate` decodes greedily",
+    ("temperature", "[0, inf)"): "0 decodes greedily",
+    ("top_entropy_quantile", "(0, 1]"): "1 trains on all tokens",
+    ("top_k", "[-1, inf]"): "0 samples from all tokens",
+    ("top_p", "(0, 1]"): "1 samples from all tokens",
 }
 
 
@@ -147,7 +148,6 @@ class Option:
     name: str
     default: Any
     annotation: Any  # with the interval, and the conditions of its values
-    help: str
     unused: Unused | None  # `None` for an option that has an effect
 
     @property
@@ -175,10 +175,7 @@ class Option:
     @property
     def remedy(self) -> str:
         """The end of an error about the value."""
-        # Remedies are values within the shared intervals, which a config with another interval may exclude
-        if self.interval == _INTERVALS.get(self.name):
-            return _REMEDIES.get(self.name, f"the default is {self.default}")
-        return f"the default is {self.default}"
+        return _REMEDIES.get((self.name, self.interval), f"the default is {self.default}")
 
 
 # Options of TRL and transformers about speed, which have no effect in any trainer here
@@ -241,8 +238,7 @@ def options_of(config_class: type) -> dict[str, Option]:
         limits = _INTERVALS.get(member.name) or _CONDITIONS.get(member.name)
         if limits is not None and get_origin(annotation) is not Annotated:
             annotation = Annotated[annotation, limits]
-        help_text = member.metadata.get("help", "")
-        table[member.name] = Option(member.name, member.default, annotation, help_text, unused.get(member.name))
+        table[member.name] = Option(member.name, member.default, annotation, unused.get(member.name))
     return table
 
 

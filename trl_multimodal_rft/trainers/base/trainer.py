@@ -225,7 +225,7 @@ class BaseTrainer(Trainer):
                 surplus = [log for log in self.callback_handler.callbacks if isinstance(log, CompactLogCallback)][1:]
                 for printer in (*PRINTERS, *surplus):
                     self.remove_callback(printer)
-            self._whole_steps.begin(checkpoint)
+            self._whole_steps.begin(self.args, checkpoint)
             stack.push(self._save_last_step)
             return super().train(checkpoint, *args, **kwargs)
 

@@ -68,20 +68,27 @@ class WholeSteps(TrainerCallback):
     def __init__(self, accelerator: Accelerator, rollout_state: Callable[[], dict[str, Any]]):
         self._accelerator = accelerator
         self._rollout_state = rollout_state
+        self._can_save = False  # whether an error in this run may be followed by a checkpoint
         self._before: WholeStep | None = None  # the current step
         self._lost: WholeStep | None = None  # before the step that an error ended
         self._begun = -1  # the last step that `begin_step` has begun; LightRFT's `fit` saves between rollouts alone
         self._updated = -1  # step whose update has begun, after which an error leaves weights half updated
         self._last_checkpoint: Path | None = None  # that the run saved, or from which it resumed
 
-    def begin(self, resumed_from: str | None) -> None:
+    def begin(self, args: TrainingArguments, resumed_from: str | None) -> None:
         """Is called before a run."""
+        # Other processes may wait for the one with the error, and DeepSpeed updates weights within the backward pass
+        is_alone = self._accelerator.num_processes == 1
+        has_parts = self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        self._can_save = is_alone and not has_parts and args.save_strategy != SaveStrategy.NO
         self._before = self._lost = None
         self._begun = self._updated = -1
         self._last_checkpoint = None if resumed_from is None else Path(resumed_from)
 
     def begin_step(self, state: TrainerState) -> None:
         """Is called before the rows of a step are read."""
+        if not self._can_save:
+            return
         self._begun = state.global_step
         # At the start of an epoch, the loader draws a random number before, and again when a run resumes
         if self._before is None or self._before.n_steps != state.global_step:
@@ -90,7 +97,8 @@ class WholeSteps(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
     ):
-        self._before = WholeStep.of(state, self._rollout_state())
+        if self._can_save:
+            self._before = WholeStep.of(state, self._rollout_state())
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
@@ -109,18 +117,15 @@ class WholeSteps(TrainerCallback):
     ) -> None:
         """
         Lets `save` save the last whole step of a run that an error ended, and adds a note with the last checkpoint to
-        the error. With several processes, of which others may wait for this one, and after half an update, saves
-        nothing.
+        the error. Saves nothing after half an update, and where [`begin`] says so.
         """
         if not isinstance(error, Exception) or args.save_strategy == SaveStrategy.NO:
             return
         step = state.global_step
         saved_step = 0 if self._last_checkpoint is None else step_of(self._last_checkpoint)
-        # DeepSpeed updates weights within the backward pass
-        is_updated = self._updated == step or self._accelerator.distributed_type == DistributedType.DEEPSPEED
-        is_known = self._begun in (step - 1, step) and self._accelerator.num_processes == 1
+        is_whole = self._begun in (step - 1, step) and self._updated != step
         problem = ""
-        if step > saved_step and is_known and not is_updated:
+        if step > saved_step and is_whole:
             if self._before is not None and self._before.n_steps == step:
                 self._lost = self._before
                 self._lost.restore(state)
@@ -130,6 +135,6 @@ class WholeSteps(TrainerCallback):
             except Exception as failure:
                 problem = f"Step {step} couldn't be saved, either: {str(failure).splitlines()[0]} "
         if self._last_checkpoint is not None:
-            problem += f"The last checkpoint is {self._last_checkpoint}; `train(resume_from_checkpoint=True)` goes on."
+            problem += f"The last checkpoint is {self._last_checkpoint}; `resume_from_checkpoint=True` resumes it."
         if problem:
             error.add_note(problem.strip())
