@@ -8,7 +8,7 @@ Tensors hold `B` completions of up to `T` tokens.
 import torch
 
 from .losses import LossOutput
-from .metrics import rank_mean, token_mean
+from .metrics import Metric, deviation, explained, nan_mean, share, token_mean
 
 
 def value_loss(
@@ -53,8 +53,8 @@ def ptx_loss(logps: torch.Tensor, mask: torch.Tensor) -> LossOutput:
     Computes the supervised loss of PPO-ptx, see [InstructGPT](https://huggingface.co/papers/2203.02155): the mean
     negative log-likelihood of the completions' tokens. Shapes: both `(B, T)`.
     """
-    loss = -(logps * mask).sum() / mask.sum()
-    return LossOutput(loss, {"ptx_loss": rank_mean(loss)})
+    total = -(logps * mask).sum()
+    return LossOutput(total / mask.sum(), {"ptx_loss": share(total, mask.sum())})
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -78,12 +78,14 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 
 def critic_metrics(
     values: torch.Tensor, returns: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> dict[str, float]:
-    """Returns mean and standard deviation of each tensor `(B, T)`, and the explained variance of the returns."""
+) -> dict[str, Metric]:
+    """
+    Returns mean and standard deviation of each tensor `(B, T)` of all ranks, and the explained variance of the
+    returns.
+    """
     metrics = {}
     valid = mask.bool()
     for name, tensor in (("values", values), ("returns", returns), ("advantages", advantages)):
-        std, mean = torch.std_mean(tensor[valid], correction=0)
-        metrics[f"{name}/mean"] = mean.item()
-        metrics[f"{name}/std"] = std.item()
-    return {**metrics, "explained_variance": explained_variance(values, returns, mask).item()}
+        metrics[f"{name}/mean"] = nan_mean(tensor[valid], is_of_all_ranks=True)
+        metrics[f"{name}/std"] = deviation(tensor[valid], correction=0)
+    return {**metrics, "explained_variance": explained((returns - values)[valid], returns[valid])}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..spelling import check_properties, check_settings, check_unused, join_settings, split_settings
-from .metrics import Metric, completion_means, largest, smallest, token_mean
+from .metrics import Metric, completion_means, largest, smallest, token_mean, weighted_mean
 from .papers import Paper, cite, paper_of
 
 
@@ -50,6 +50,16 @@ class LossInputs:
     # completions before the loss, -1 if nothing did, and numbers of sampled tokens, by default those of the mask
     causes: torch.Tensor | None = None
     n_sampled: torch.Tensor | None = None
+
+    @property
+    def scored_tokens(self) -> torch.Tensor:
+        """The mask of the tokens that the update forwards, `(B, T)`."""
+        return self.mask if self.scored is None else self.scored
+
+    @property
+    def is_forwarded(self) -> torch.Tensor:
+        """Whether the update forwards a completion, `(B, 1)`."""
+        return self.scored_tokens.any(1, keepdim=True) | ~self.mask.any(1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,17 @@ class LossType:
             "batch_tokens": normalizer.batch_tokens,
         }
         return aggregate(values, mask, self.mode, denominators[self.denominator])
+
+    def mean(self, loss: torch.Tensor, mask: torch.Tensor, normalizer: Normalizer) -> Metric:
+        """Returns the metric of a loss that [`average`] has returned: a mean over completions or over tokens."""
+        loss = loss * normalizer.n_micro_batches if self.is_mean else loss
+        return weighted_mean(loss, self.weight(mask, normalizer))
+
+    def weight(self, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor | float:
+        """Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean."""
+        if self.denominator == "batch_tokens":
+            return normalizer.batch_tokens
+        return mask.sum().clamp(min=1) if self.denominator == "micro_batch_tokens" else len(mask)
 
 
 # All values of `loss_type`

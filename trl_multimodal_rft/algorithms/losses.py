@@ -23,7 +23,7 @@ from .loss_types import (
     policy_loss,
     ppo_loss,
 )
-from .metrics import Metric, largest, rank_mean, scored_mean, token_mean
+from .metrics import Metric, largest, scored_mean, token_mean, weighted_mean
 from .policy_losses import (
     cispo_loss,
     clipped_loss,
@@ -102,14 +102,13 @@ def grpo_loss(
         loss = loss + kl_coef * loss_type.average(kl, mask, normalizer)
         metrics["kl"] = token_mean(kl, mask)
     if entropy_coef is not None:
-        # TRL logs the mean of this metric over micro-batches, so a division by their number is undone
-        metrics["policy_loss"] = rank_mean(loss * n_micro_batches if loss_type.is_mean else loss)
+        metrics["policy_loss"] = loss_type.mean(loss, mask, normalizer)
         entropy_sum, weight_sum = entropy_sums(inputs)
         loss = loss - entropy_coef * entropy_sum / weight_sum.clamp(min=1) / n_micro_batches
     if inputs.aux_loss is not None:
         loss = loss + aux_coef * inputs.aux_loss / n_micro_batches
-        metrics["aux_loss"] = rank_mean(inputs.aux_loss)
-    metrics["entropy"] = scored_mean(inputs.entropies, mask if inputs.scored is None else inputs.scored)
+        metrics["aux_loss"] = weighted_mean(inputs.aux_loss, len(mask))
+    metrics["entropy"] = scored_mean(inputs.entropies, inputs.scored_tokens)
     return LossOutput(loss, metrics)
 
 
@@ -182,6 +181,6 @@ def ratio_metrics(inputs: LossInputs) -> dict[str, Metric]:
     ratio = log_ratio.exp()
     return {
         "ratio/mean": token_mean(ratio, inputs.mask),
-        "ratio/max": largest(torch.where(inputs.mask.bool(), ratio, 0), merge=max),
+        "ratio/max": largest(torch.where(inputs.mask.bool(), ratio, 0)),
         "approx_kl": token_mean(ratio - 1 - log_ratio, inputs.mask),
     }

@@ -1,29 +1,37 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Metrics of a run: how the numbers of ranks become one value, and the log to which all metrics are written."""
+"""Metrics of a run as numbers that add up, and the log to which all metrics are written."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric over all ranks: numbers of each rank, and the function that combines them."""
+    """
+    A metric as numbers of a rank and a micro-batch, such as a sum and a count, and how they become its value. So the
+    value doesn't depend on how rows are split into batches and over ranks.
+    """
 
-    numbers: torch.Tensor  # `K` numbers of this rank, such as a sum and a count, `(K,)`
-    combine: Callable[[torch.Tensor], torch.Tensor]  # from the numbers of all ranks, `(ranks, K)`, to a scalar
-    # Combines the values of all micro-batches between two logs into one value. With `None`, TRL logs their mean.
-    merge: Callable[[list[float]], float] | None = None
-    skips_nan: bool = False  # whether NaN is left out of the log
+    numbers: torch.Tensor  # `(K,)`
+    kind: str = "mean"  # a name in `KINDS`
+    is_of_all_ranks: bool = False  # whether `numbers` are those of all ranks already
+    skips_nan: bool = False  # whether a value of NaN is left out of the log
+
+
+def share(part: torch.Tensor | float, total: torch.Tensor | float, *, is_of_all_ranks: bool = False) -> Metric:
+    """Returns the metric of a ratio of two scalars. It is 0 where the second is."""
+    return Metric(_stacked(part, total), "share", is_of_all_ranks)
 
 
 def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     """
     Returns the metric of a mean: of values `(B, T)` over the mask's tokens, or of values `(B,)` or `(B, 1)` over
-    completions.
+    completions. It is 0 if nothing counts.
     """
     if values.shape != mask.shape:
         mask = torch.ones_like(values)
@@ -31,30 +39,114 @@ def token_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     return share(total, mask.sum())
 
 
-def share(count: torch.Tensor, total: torch.Tensor) -> Metric:
-    """Returns the metric of a ratio of two scalars, each of which is a sum over ranks. It is 0 where the second is."""
-    return Metric(torch.stack([count.float(), total.float()]), _ratio)
-
-
 def scored_mean(values: torch.Tensor, mask: torch.Tensor) -> Metric:
     """Returns the metric of [`token_mean`], but with an empty mask it is NaN, and isn't logged."""
-    metric = token_mean(values, mask)
-    return Metric(metric.numbers, lambda numbers: numbers.sum(0)[0] / numbers.sum(0)[1], skips_nan=True)
+    return Metric(token_mean(values, mask).numbers, skips_nan=True)
 
 
-def rank_mean(value: torch.Tensor) -> Metric:
-    """Returns the metric of the mean of a scalar over the ranks where it isn't NaN."""
-    return Metric(value.detach().reshape(1), torch.nanmean)
+def nan_mean(values: torch.Tensor, *, is_of_all_ranks: bool = False) -> Metric:
+    """Returns the metric of the mean of the values that aren't NaN. Without any, it is NaN."""
+    values = values.detach().float()
+    numbers = torch.stack([values.nansum(), (~values.isnan()).sum().float()])
+    return Metric(numbers, is_of_all_ranks=is_of_all_ranks)
 
 
-def largest(values: torch.Tensor, merge: Callable[[list[float]], float] | None = None) -> Metric:
-    """Returns the metric of the largest value that isn't NaN, or NaN if all values are."""
-    return Metric(_nanmax(values.detach()).reshape(1), _nanmax, merge)
+def weighted_mean(
+    value: torch.Tensor | float, weight: torch.Tensor | float, *, is_of_all_ranks: bool = False
+) -> Metric:
+    """Returns the metric of the mean of a scalar, which is itself a mean of `weight` rows or tokens."""
+    mean, n = _stacked(value, weight)
+    # A rank without rows may have a mean of NaN
+    return Metric(torch.stack([torch.where(n > 0, mean * n, 0), n]), is_of_all_ranks=is_of_all_ranks)
 
 
-def smallest(values: torch.Tensor) -> Metric:
-    """Returns the metric of the smallest value that isn't NaN, or NaN if all values are."""
-    return Metric(_nanmax(-values.detach()).reshape(1), lambda numbers: -_nanmax(numbers))
+def average(number: float) -> Metric:
+    """Returns the metric of a number of a batch that all ranks have, such as a setting: the mean over batches."""
+    return Metric(torch.tensor([number, 1.0], dtype=torch.double), is_of_all_ranks=True)
+
+
+def latest(number: float) -> Metric:
+    """Returns the metric of a number that replaces earlier ones, such as a count of the whole run."""
+    return Metric(torch.tensor([number], dtype=torch.double), "latest", is_of_all_ranks=True)
+
+
+def event_count(number: float) -> Metric:
+    """Returns the metric of a number of events on all ranks: those since the last log, or in an evaluation."""
+    return Metric(torch.tensor([number], dtype=torch.double), "sum", is_of_all_ranks=True)
+
+
+def largest(values: torch.Tensor, *, or_zero: bool = False, is_of_all_ranks: bool = False) -> Metric:
+    """Returns the metric of the largest value that isn't NaN. Without any, it is NaN or, with `or_zero`, 0."""
+    return Metric(_nanmax(values.detach()), "largest_or_zero" if or_zero else "largest", is_of_all_ranks)
+
+
+def smallest(values: torch.Tensor, *, or_zero: bool = False, is_of_all_ranks: bool = False) -> Metric:
+    """Returns the metric of the smallest value that isn't NaN. Without any, it is NaN or, with `or_zero`, 0."""
+    return Metric(_nanmax(-values.detach()), "smallest_or_zero" if or_zero else "smallest", is_of_all_ranks)
+
+
+def deviation(values: torch.Tensor, correction: Literal[0, 1] = 1) -> Metric:
+    """
+    Returns the metric of the standard deviation of the values of all ranks that aren't NaN, which divides by their
+    number minus `correction`.
+    """
+    return Metric(_moments(values), f"deviation_{correction}", is_of_all_ranks=True)
+
+
+def explained(errors: torch.Tensor, targets: torch.Tensor) -> Metric:
+    """
+    Returns the metric of the share of the targets' variance that a prediction with these errors explains. Shapes:
+    both `(N,)`, of all ranks.
+    """
+    return Metric(torch.cat([_moments(errors), _moments(targets)]), "explained_variance", is_of_all_ranks=True)
+
+
+def _moments(values: torch.Tensor) -> torch.Tensor:
+    """Returns the mean of the values that aren't NaN, the sum of squared deviations from it, and their number."""
+    values = values.detach().cpu().double()
+    values = values[~values.isnan()]
+    mean = values.mean() if len(values) else values.new_zeros(())
+    return torch.stack([mean, (values - mean).square().sum(), values.new_tensor(len(values))])
+
+
+def _join_moments(rows: torch.Tensor) -> torch.Tensor:
+    """Joins rows of a mean, a sum of squared deviations from it, and a count, `(rows, 3)`."""
+    means, squares, counts = rows.unbind(1)
+    n = counts.sum()
+    # Equal means stay exactly equal, so that equal values have a deviation of 0
+    mean = means[0] + (counts * (means - means[0])).sum() / n.clamp(min=1)
+    return torch.stack([mean, (squares + counts * (means - mean).square()).sum(), n])
+
+
+class Kind(NamedTuple):
+    """How numbers become a value, and how several rows of numbers become one row."""
+
+    value: Callable[[torch.Tensor], torch.Tensor]  # from `(K,)` to a scalar
+    join: Callable[[torch.Tensor], torch.Tensor] = partial(torch.sum, dim=0)  # from `(rows, K)` to `(K,)`
+
+
+_largest = partial(torch.amax, dim=0)
+
+KINDS = {
+    "mean": Kind(lambda n: n[0] / n[1]),  # of a sum and a count
+    "share": Kind(lambda n: n[0] / n[1].clamp(min=1)),
+    "difference": Kind(lambda n: n[0] / n[1] - n[2] / n[3]),  # of two means
+    "sum": Kind(lambda n: n[0]),
+    "latest": Kind(lambda n: n[0], lambda rows: rows[-1]),
+    # Without values, the numbers are minus infinity. Those of the smallest value are multiplied by -1
+    "largest": Kind(lambda n: torch.where(n[0].isneginf(), torch.nan, n[0]), _largest),
+    "largest_or_zero": Kind(lambda n: torch.where(n[0].isneginf(), 0, n[0]), _largest),
+    "smallest": Kind(lambda n: torch.where(n[0].isneginf(), torch.nan, -n[0]), _largest),
+    "smallest_or_zero": Kind(lambda n: torch.where(n[0].isneginf(), 0, -n[0]), _largest),
+    # Of moments, see `_moments`
+    "deviation_0": Kind(lambda n: (n[1] / n[2]).sqrt(), _join_moments),
+    "deviation_1": Kind(lambda n: (n[1] / (n[2] - 1)).sqrt(), _join_moments),
+    # Of the moments of errors and of returns
+    "explained_variance": Kind(
+        lambda n: torch.where(n[4] > 0, 1 - n[1] / n[4], torch.nan),
+        lambda rows: torch.cat([_join_moments(rows[:, :3]), _join_moments(rows[:, 3:])]),
+    ),
+}
 
 
 def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -66,89 +158,85 @@ def completion_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (values * mask).sum(1) / mask.sum(1)
 
 
-@dataclass(frozen=True)
-class Latest:
-    """A number that takes the place of earlier ones since the last log, such as a count of the whole run."""
-
-    number: float
-
-
 class MetricLog:
     """
-    Log to which a trainer writes its metrics by [`add`]. TRL logs the mean of a metric's values since its last log.
+    Log to which a trainer writes its metrics by [`add`]. It joins their numbers until [`pop`].
 
     Args:
-        by_mode (`Mapping[str, dict[str, list[float]]]`):
-            TRL's `_metrics`: values by name, in training (`"train"`) and in evaluation (`"eval"`).
         is_training (`Callable`):
             Function that returns whether the current mode is training.
         gather (`Callable`):
             Function that gathers tensors of all ranks.
     """
 
-    def __init__(
-        self, by_mode: Mapping[str, dict[str, list[float]]], is_training: Callable[[], bool], gather: Callable
-    ):
-        self.by_mode = by_mode
+    def __init__(self, is_training: Callable[[], bool], gather: Callable):
         self._is_training = is_training
         self._gather = gather
-        # Metrics by name, the numbers of all of them on all ranks, `(ranks, sum of K)`, and the mode's values
-        self._pending: list[tuple[dict[str, Metric], torch.Tensor, dict[str, list[float]]]] = []
+        # Mode, metrics by name, and the gathered numbers of those that aren't of all ranks, `(ranks, sum of K)`
+        self._pending: list[tuple[str, dict[str, Metric], torch.Tensor | None]] = []
+        self._joined: dict[str, dict[str, Metric]] = {"train": {}, "eval": {}}
 
     @property
-    def current(self) -> dict[str, list[float]]:
-        """Values of the current mode, by name."""
-        return self.by_mode["train" if self._is_training() else "eval"]
+    def mode(self) -> Literal["train", "eval"]:
+        """The current mode."""
+        return "train" if self._is_training() else "eval"
 
-    def add(
-        self, metrics: Mapping[str, Metric | Latest | float], mode: Literal["train", "eval"] | None = None
-    ) -> None:
+    def add(self, metrics: Mapping[str, Metric], mode: Literal["train", "eval"] | None = None) -> None:
         """
         Writes metrics of a mode, by default the current one.
 
-        A [`Metric`] says how the numbers of ranks are reduced. They are gathered here, in one call for all metrics,
-        and stay on the device until [`read`], as the host would have to wait for them between the forward and the
-        backward pass. All ranks must pass the same names. A plain number is written at once and as it is: ranks have
-        reduced it, or each logs its own.
+        The numbers of ranks are gathered here, in one call for all metrics, and stay on the device until [`read`], as
+        the host would have to wait for them between the forward and the backward pass. All ranks must pass the same
+        names.
         """
-        values_by_name = self.current if mode is None else self.by_mode[mode]
-        to_reduce = {}
-        for name, metric in metrics.items():
-            if isinstance(metric, Metric):
-                to_reduce[name] = metric
-            elif isinstance(metric, Latest):
-                values_by_name[name] = [metric.number]
-            else:
-                values_by_name[name].append(metric)
-        if to_reduce:
-            numbers = torch.cat([metric.numbers.float() for metric in to_reduce.values()])
-            self._pending.append((to_reduce, self._gather(numbers[None]), values_by_name))
-
-    def replace_last(self, name: str, value: float | None) -> None:
-        """Replaces the value that TRL has written last in the current mode. `None` removes it."""
-        values = self.current[name]
-        values[-1:] = [] if value is None else [value]
-        if not values:
-            del self.current[name]  # TRL would log the mean of an empty list
+        numbers = [metric.numbers.float() for metric in metrics.values() if not metric.is_of_all_ranks]
+        gathered = self._gather(torch.cat(numbers)[None]) if numbers else None
+        self._pending.append((mode or self.mode, dict(metrics), gathered))
 
     def read(self) -> None:
-        """Reads the metrics of ranks from the device, and writes their values."""
+        """Reads the numbers of ranks from the device, and joins them with earlier ones."""
         pending = self._pending
         self._pending = []
-        if not pending:
-            return
-        widths = [numbers.size(1) for _, numbers, _ in pending]
-        gathered = torch.cat([numbers for _, numbers, _ in pending], dim=1).cpu().double().split(widths, dim=1)
-        for (metrics, _, values_by_name), rank_numbers in zip(pending, gathered, strict=True):
-            numbers_per_metric = rank_numbers.split([len(metric.numbers) for metric in metrics.values()], dim=1)
-            for (name, metric), metric_numbers in zip(metrics.items(), numbers_per_metric, strict=True):
-                value = metric.combine(metric_numbers).item()
-                if metric.skips_nan and math.isnan(value):
-                    continue
-                if metric.merge is None:
-                    values_by_name[name].append(value)
-                else:
-                    values_by_name[name] = [metric.merge([value, *values_by_name[name]])]
+        of_ranks = [gathered for _, _, gathered in pending if gathered is not None]
+        widths = [gathered.size(1) for gathered in of_ranks]
+        on_host = iter(torch.cat(of_ranks, dim=1).cpu().double().split(widths, dim=1) if of_ranks else ())
+        for mode, metrics, gathered in pending:
+            columns = [len(metric.numbers) for metric in metrics.values() if not metric.is_of_all_ranks]
+            local_rows = iter(() if gathered is None else next(on_host).split(columns, dim=1))
+            for name, metric in metrics.items():
+                rows = metric.numbers.cpu().double()[None] if metric.is_of_all_ranks else next(local_rows)
+                earlier = self._joined[mode].get(name)
+                if earlier is not None:
+                    rows = torch.cat([earlier.numbers[None], rows])
+                self._joined[mode][name] = replace(metric, numbers=KINDS[metric.kind].join(rows))
+
+    def pop(self, mode: Literal["train", "eval"]) -> dict[str, float]:
+        """Returns the values of a mode's metrics since the last call."""
+        self.read()
+        metrics = self._joined[mode]
+        self._joined[mode] = {}
+        values = {name: KINDS[metric.kind].value(metric.numbers).item() for name, metric in metrics.items()}
+        return {name: value for name, value in values.items() if not (metrics[name].skips_nan and math.isnan(value))}
+
+    def has(self, name: str) -> bool:
+        """Returns whether a metric of the current mode was written since the last [`pop`]."""
+        self.read()
+        return name in self._joined[self.mode]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the training's metrics since the last log."""
+        self.read()
+        return {
+            name: (metric.numbers, metric.kind, metric.skips_nan) for name, metric in self._joined["train"].items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores metrics of a checkpoint. Those of a checkpoint before 0.2 are lists of numbers."""
+        for name, saved in state.items():
+            if isinstance(saved, list):
+                saved = _stacked(sum(saved), len(saved)), "mean", False
+            numbers, kind, skips_nan = saved
+            self._joined["train"][name] = Metric(numbers, kind, skips_nan=skips_nan)
 
 
 class MicroBatchSums:
@@ -172,13 +260,15 @@ class MicroBatchSums:
         return [] if sums is None else reduce(sums, reduction="sum").tolist()
 
 
-def _ratio(numbers: torch.Tensor) -> torch.Tensor:
-    """Combines sums and counts of ranks, `(ranks, 2)`, to a mean, 0 without a count."""
-    total, count = numbers.sum(0)
-    return total / count.clamp(min=1)
+def _stacked(*numbers: torch.Tensor | float) -> torch.Tensor:
+    """Returns numbers `(K,)` on the device of the first tensor among them."""
+    device = next((number.device for number in numbers if isinstance(number, torch.Tensor)), None)
+    dtype = torch.double if device is None else torch.float  # not all devices have float64
+    return torch.stack([torch.as_tensor(number, dtype=dtype, device=device).detach() for number in numbers])
 
 
 def _nanmax(values: torch.Tensor) -> torch.Tensor:
+    """Returns the largest value that isn't NaN, `(1,)`, minus infinity if there is none."""
     # TRL's functions would make the host wait for the device
-    nan = values.isnan()
-    return torch.where(nan.all(), torch.nan, torch.where(nan, -torch.inf, values).max())
+    values = torch.where(values.isnan(), -torch.inf, values).flatten()
+    return torch.cat([values, values.new_tensor([-torch.inf])]).amax(0, keepdim=True)

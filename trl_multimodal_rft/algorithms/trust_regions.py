@@ -252,4 +252,5 @@ def fipo_loss(
     is_unsafe = (per_token(inputs.advantages) < 0) & (ratio.detach() > safety_threshold)
     weights = torch.where(is_unsafe, weights.clamp(0.8, 1.0), weights)
     loss, metrics = ppo_loss(ratio, inputs, options)
-    return LossOutput(loss * weights, {**metrics, "fipo/influence_weight_mean": token_mean(weights, inputs.mask)})
+    metrics["fipo/influence_weight_mean"] = token_mean(weights, inputs.scored_tokens)
+    return LossOutput(loss * weights, metrics)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from ..algorithms.metrics import Metric, average
 from ..encoding.conversations import conversation, encode_prefix
 from ..encoding.prompts import EncodedPrompt
 from ..models.critic import Critic, ValueHead
@@ -372,9 +373,9 @@ class DeferredParts:
         self.seconds = time.perf_counter() - start  # duration of these additional forwards
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Metric]:
         """Number of parts, and seconds of the additional forwards, of this rank."""
-        return {"token_budget/parts": float(len(self.parts)), "token_budget/extra_time": self.seconds}
+        return {"token_budget/parts": average(len(self.parts)), "token_budget/extra_time": average(self.seconds)}
 
     def joined(self) -> Scores:
         """Returns scores in the order of the batch, as one forward of the whole micro-batch would return them."""

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from ..algorithms.metrics import Metric, largest, nan_mean, share, smallest
 from ..encoding.processors import ends_with
 from ..encoding.prompts import EncodedPrompt
 from .rollout import Drawn, Prompted, Rollout
@@ -84,7 +85,7 @@ def with_completions(
     pad_to_multiple_of: int | None,
     mask_truncated: bool,
     accelerator: Accelerator,
-) -> tuple[Rollout, dict[str, float], int]:
+) -> tuple[Rollout, dict[str, Metric], int]:
     """
     Returns the rollout of completions. `ended` is false for completions that were cut off. With `mask_truncated`, the
     loss leaves such completions out. Also returns TRL's metrics of lengths, and the number of prompt and sampled
@@ -122,10 +123,10 @@ def with_completions(
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
     table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
     prompt_lengths, lengths, has_ended, n_loss_tokens = accelerator.gather(table).cpu().unbind(1)
-    metrics = {"completions/clipped_ratio": 1 - has_ended.float().mean().item()}
-    terminated = lengths[has_ended == 1]
-    for infix, values in (("", lengths), ("terminated_", terminated if len(terminated) else torch.zeros(1))):
-        for name in ("mean", "min", "max"):
-            metrics[f"completions/{name}_{infix}length"] = getattr(values.float(), name)().item()
+    metrics = {"completions/clipped_ratio": nan_mean(1 - has_ended.float(), is_of_all_ranks=True)}
+    for infix, values in (("", lengths), ("terminated_", lengths[has_ended == 1])):
+        metrics[f"completions/mean_{infix}length"] = share(values.sum(), len(values), is_of_all_ranks=True)
+        metrics[f"completions/min_{infix}length"] = smallest(values.float(), or_zero=True, is_of_all_ranks=True)
+        metrics[f"completions/max_{infix}length"] = largest(values.float(), or_zero=True, is_of_all_ranks=True)
     rollout = replace(rollout, num_items_in_batch=n_loss_tokens.sum().to(device))
     return rollout, metrics, int(prompt_lengths.sum() + lengths.sum())

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from trl.trainer.utils import nanmax, nanmin
 
-from ..algorithms.metrics import Metric
+from ..algorithms.metrics import Metric, largest, nan_mean, smallest
 from .rollout import Rollout
 
 
@@ -85,21 +84,17 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
     difference = (logps - engine_logps).abs()[mask.bool() & ~engine_logps.isnan()]
     # Sequence-level modes have one ratio per completion
     loss_ratios = ratios[mask.bool()] if ratios.shape == mask.shape else ratios.flatten()
-    difference, loss_ratios = (  # 0 on a rank without values
-        tensor if tensor.numel() else tensor.new_zeros(1) for tensor in (difference, loss_ratios)
-    )
     prefix = "sampling/importance_sampling_ratio"
-    low = args.vllm_importance_sampling_clip_min or 0.0
-    high = args.vllm_importance_sampling_clip_max or math.inf
-    values = {  # by metric: this rank's value, and the function that combines the ranks' values
-        "sampling/sampling_logp_difference/mean": (difference.mean(), torch.mean),
-        "sampling/sampling_logp_difference/max": (difference.max(), torch.max),
-        f"{prefix}/min": (loss_ratios.min(), nanmin),
-        f"{prefix}/mean": (loss_ratios.mean(), torch.nanmean),
-        f"{prefix}/max": (loss_ratios.max(), nanmax),
+    metrics = {
+        "sampling/sampling_logp_difference/mean": nan_mean(difference),
+        "sampling/sampling_logp_difference/max": largest(difference),
+        f"{prefix}/min": smallest(loss_ratios),
+        f"{prefix}/mean": nan_mean(loss_ratios),
+        f"{prefix}/max": largest(loss_ratios),
     }
     if args.max_staleness > 0:
+        low = args.vllm_importance_sampling_clip_min or 0.0
+        high = args.vllm_importance_sampling_clip_max or math.inf
         # Ratios out of bounds were set to the bound or to 0, so ratios strictly between the bounds were kept
-        kept_share = ((loss_ratios > low) & (loss_ratios < high)).float().mean()
-        values |= {"sampling/importance_sampling_ratio/kept_frac": (kept_share, torch.mean)}
-    return {name: Metric(value.reshape(1), combine) for name, (value, combine) in values.items()}
+        metrics[f"{prefix}/kept_frac"] = nan_mean(((loss_ratios > low) & (loss_ratios < high)).float())
+    return metrics

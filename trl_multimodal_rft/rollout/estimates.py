@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from trl.trainer.utils import nanstd
 
 from ..algorithms.advantages import group_statistics, rloo
+from ..algorithms.metrics import Metric, deviation, nan_mean
 from ..algorithms.returns import Step, Steps
 from ..algorithms.signal import causes_by_reward
 from ..rewards.calls import StepwiseReward
@@ -54,22 +55,24 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
 
 def reward_metrics(
     rewards_per_func: torch.Tensor, names: Sequence[str], rewards: torch.Tensor, is_std_zero: torch.Tensor
-) -> dict[str, float]:
+) -> dict[str, Metric]:
     """Returns TRL's metrics of rewards of all ranks. Shapes: `rewards_per_func` `(N, F)`, the others `(N,)`."""
     metrics = {}
     for i, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = rewards_per_func[:, i].nanmean().item()
-        metrics[f"rewards/{name}/std"] = nanstd(rewards_per_func[:, i]).item()
-    metrics["reward"] = rewards.nanmean().item()
-    metrics["reward_std"] = nanstd(rewards).item()
-    return {**metrics, "frac_reward_zero_std": is_std_zero.float().mean().item()}
+        metrics[f"rewards/{name}/mean"] = nan_mean(rewards_per_func[:, i], is_of_all_ranks=True)
+        metrics[f"rewards/{name}/std"] = deviation(rewards_per_func[:, i])
+    metrics["reward"] = nan_mean(rewards, is_of_all_ranks=True)
+    metrics["reward_std"] = deviation(rewards)
+    return {**metrics, "frac_reward_zero_std": nan_mean(is_std_zero, is_of_all_ranks=True)}
 
 
-def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, Metric]:
     """Returns the mean rewards of the first turns, from rewards `(N, F, turns)` of all ranks, NaN for no reward."""
-    metrics: dict[str, float] = {}
-    for name, means in zip(names, rewards.nanmean(dim=0).tolist(), strict=True):
-        metrics |= {f"rewards/{name}/turn_{i}": mean for i, mean in enumerate(means, start=1) if mean == mean}
+    metrics: dict[str, Metric] = {}
+    for i, name in enumerate(names):
+        for turn, values in enumerate(rewards[:, i].unbind(1), start=1):
+            if not values.isnan().all():
+                metrics[f"rewards/{name}/turn_{turn}"] = nan_mean(values, is_of_all_ranks=True)
     return metrics
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from datasets import IterableDataset
 
+from ..algorithms.metrics import Metric, average, share
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
 from .ranks import any_rank, sum_over_ranks
@@ -94,7 +95,7 @@ class GroupExchange:
         if self.max_rounds > 0:
             self.surplus.load_state_dict(state["surplus"])
 
-    def exchange(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> tuple[Rollout, bool, dict[str, float]]:
+    def exchange(self, rollout: Rollout, draw: Callable[[int], Rollout]) -> tuple[Rollout, bool, dict[str, Metric]]:
         """
         Returns a rollout with signal in as many groups as possible, whether any rank's rollout has a group of an
         earlier step, and metrics. `draw(n)` samples completions of `n` further prompts. All ranks must call this.
@@ -136,15 +137,15 @@ class GroupExchange:
         n_below, n_above = (sum(_range_side(group) == side for group in unequal_groups) for side in (-1, 1))
         counts = [len(drawn_groups), len(with_signal), n_groups, len(old_groups), total_age, n_equal, n_below, n_above]
         n_drawn, n_with_signal, n_used, n_replayed, total_age, *n_dropped = sum_over_ranks(self.accelerator, counts)
-        metrics = {"sampling/kept_frac": n_with_signal / n_drawn}
+        metrics = {"sampling/kept_frac": share(n_with_signal, n_drawn, is_of_all_ranks=True)}
         if self.is_bounded:
             for name, n in zip(("equal", "below", "above"), n_dropped, strict=True):
-                metrics[f"sampling/dropped_{name}"] = n / n_drawn
+                metrics[f"sampling/dropped_{name}"] = share(n, n_drawn, is_of_all_ranks=True)
         if is_dynamic:
-            metrics["sampling/rounds"] = rounds
+            metrics["sampling/rounds"] = average(rounds)
         if self.replays:
-            metrics["replay/frac"] = n_replayed / n_used
-            metrics["replay/age"] = total_age / n_replayed if n_replayed else 0.0
+            metrics["replay/frac"] = share(n_replayed, n_used, is_of_all_ranks=True)
+            metrics["replay/age"] = share(total_age, n_replayed, is_of_all_ranks=True)
         return result, any_rank(self.accelerator, any(group.step != step for group in groups)), metrics
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ..algorithms.metrics import Metric, average, share
 from ..forward.layout import packed_length
 from ..forward.partition import micro_batch_order
 from ..forward.scores import split_lengths
@@ -23,19 +24,20 @@ _TOLERANCE = 0.02  # share by which the longest rank may exceed the mean; a smal
 
 def arrange_rollout(
     rollout: Rollout, args: Any, accelerator: Accelerator, may_exchange: bool = True
-) -> tuple[Rollout, dict[str, float]]:
+) -> tuple[Rollout, dict[str, Metric]]:
     """
     Returns a rollout in the order of its micro-batches, with whole groups together, and metrics. With `balance_ranks`
     and `may_exchange`, ranks first exchange groups. All ranks have to call this.
     """
     steps = args.steps_per_generation
-    metrics = {}
+    metrics: dict[str, Metric] = {}
     generator = None
     if args.balance_ranks and accelerator.num_processes > 1:
         # Equal generators on all ranks, so that all run their longest micro-batch at the same position
         generator = torch.Generator().manual_seed(args.seed + rollout.step)
         if may_exchange:
-            rollout, metrics["packing/moved_mb"] = _exchange(rollout, args.num_generations, accelerator)
+            rollout, n_bytes = _exchange(rollout, args.num_generations, accelerator)
+            metrics["packing/moved_mb"] = average(n_bytes / 1e6)
     if steps > 1:
         # Tokens of later contexts, which are forwarded in addition to prompt and completion
         later_lengths = [sum(map(len, prompt.contexts[1:])) for prompt in rollout.prompts]
@@ -45,7 +47,7 @@ def arrange_rollout(
 
 
 def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tuple[Rollout, float]:
-    """Keeps the number of groups. Also returns the megabytes that all ranks sent."""
+    """Keeps the number of groups. Also returns the number of bytes that all ranks sent."""
     groups = rollout.groups(group_size)
     rank = accelerator.process_index
     # Forwarded tokens of groups, and whether a group may move: `(2, groups)`, gathered as two lists `(ranks, groups)`
@@ -57,7 +59,7 @@ def _exchange(rollout: Rollout, group_size: int, accelerator: Accelerator) -> tu
     if n_bytes > 0:
         joined = join_rollouts([{**local_groups, **received}[group] for group in assignment[rank]], accelerator.device)
         rollout = replace(joined, packed=rollout.packed, step=rollout.step)
-    return rollout, n_bytes / 1e6
+    return rollout, n_bytes
 
 
 def forwarded_length(rollout: Rollout) -> int:
@@ -68,7 +70,7 @@ def forwarded_length(rollout: Rollout) -> int:
     return packed_length(prompts, lengths) if rollout.packed else sum(map(len, prompts)) + sum(lengths)
 
 
-def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, float]:
+def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> dict[str, Metric]:
     """
     Returns the imbalance of ranks: the sum of each micro-batch's largest number of tokens on a rank, divided by the
     sum of its mean numbers over ranks. All ranks must call this.
@@ -79,7 +81,8 @@ def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> 
         [[forwarded_length(micro_batch) for micro_batch in micro_batches]], device=accelerator.device
     )
     rank_lengths = accelerator.gather(lengths).float()
-    return {"packing/rank_imbalance": float(rank_lengths.amax(0).sum() / rank_lengths.mean(0).sum().clamp(min=1))}
+    imbalance = share(rank_lengths.amax(0).sum(), rank_lengths.mean(0).sum(), is_of_all_ranks=True)
+    return {"packing/rank_imbalance": imbalance}
 
 
 def balanced_assignment(loads: Sequence[Sequence[int]], movable: Sequence[Sequence[int]]) -> list[list[int]]:

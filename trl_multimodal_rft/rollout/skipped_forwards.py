@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..algorithms.metrics import Metric, share
 from ..policy import PolicyForward
 from .ranks import sum_over_ranks
 from .rollout import Rollout
@@ -35,7 +36,7 @@ def without_gradient(rollout: Rollout) -> list[bool]:
 
 def packing_metrics(
     policy: PolicyForward, model: PreTrainedModel, micro_batches: Sequence[Rollout]
-) -> dict[str, float]:
+) -> dict[str, Metric]:
     """
     Returns two shares over all ranks: prompt tokens that aren't forwarded because completions share a prompt, and
     completions that aren't forwarded because they have no gradient.
@@ -51,4 +52,7 @@ def packing_metrics(
     n_skipped = sum(sum(part.tokens.without_gradient) for part in micro_batches)
     counts = [sum(n_forwarded), sum(n_unshared), n_skipped, sum(map(len, micro_batches))]
     n_forwarded, n_unshared, n_skipped, n_completions = sum_over_ranks(policy.accelerator, counts)
-    return {"packing/shared_frac": 1 - n_forwarded / n_unshared, "packing/skipped_frac": n_skipped / n_completions}
+    return {
+        "packing/shared_frac": share(n_unshared - n_forwarded, n_unshared, is_of_all_ranks=True),
+        "packing/skipped_frac": share(n_skipped, n_completions, is_of_all_ranks=True),
+    }

@@ -22,7 +22,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerState
 
-from ..algorithms.metrics import Latest, MetricLog
+from ..algorithms.metrics import MetricLog, event_count, latest
 from ..data.reading.refs import MediaError, OverlongRow, iter_refs
 from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
 from ..data.rows.columns import rows_to_messages
@@ -378,7 +378,7 @@ class RowStream:
             if not new_errors:
                 break
         if skipped_errors:
-            self._metrics.add({"media/skipped": float(len(batch_errors))}, mode="train")
+            self._metrics.add({"media/skipped": event_count(len(batch_errors))}, mode="train")
         groups = self._as_encoded_rows([read_rows[i] for i in sorted(read_rows)])
         # A completion's group is the last one that starts at or before it
         return [groups[n_started - 1] for n_started in accumulate(starts_group)]
@@ -524,7 +524,7 @@ class RowStream:
             if unreadable and len(unreadable) == n_rows:
                 raise MediaError(f"No row to evaluate can be read. The last one: {list(unreadable.values())[-1]}")
             self._unreadable[dataset] = unreadable
-        self._metrics.add({"media/skipped": Latest(float(len(self._unreadable[dataset])))}, mode="eval")
+        self._metrics.add({"media/skipped": latest(len(self._unreadable[dataset]))}, mode="eval")
         return self._unreadable[dataset]
 
 

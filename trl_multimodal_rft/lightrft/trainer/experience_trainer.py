@@ -24,6 +24,7 @@ from transformers import GenerationConfig, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from ...algorithms.metrics import average
 from ...data.rows.batches import EndlessRows
 from ...data.rows.features import undecoded
 from ...encoding.prompts import EncodedPrompt
@@ -391,7 +392,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
         # One rate per parameter group of the optimizer. Without a critic, the first group's rate is logged.
         for is_critic, rate in zip(self._critic_groups or [False], self.lr_scheduler.get_last_lr(), strict=False):
-            self._metric_log.add({"critic_lr" if is_critic else "actor_lr": rate}, mode="train")
+            self._metric_log.add({"critic_lr" if is_critic else "actor_lr": average(rate)}, mode="train")
         with nullcontext() if ends_update or self.is_deepspeed_enabled else self.accelerator.no_sync(model=model):
             self._tr_loss += self.training_step(model, micro_batch, None)
         micro_batch.release_media()
@@ -402,12 +403,12 @@ class ExperienceTrainer(MultimodalPPOTrainer):
             self.accelerator.unscale_gradients()
             max_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
             norm, critic_norm = self._two_optimizers.clip_grad_norms(max_norm)
-            self._metric_log.add({"critic_grad_norm": float(critic_norm)}, mode="train")
+            self._metric_log.add({"critic_grad_norm": average(float(critic_norm))}, mode="train")
             self._get_grad_norm(model, torch.hypot(norm, critic_norm))  # skips the update if it isn't finite
         else:
             norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
             norm = self._get_grad_norm(model, norm)
-        self._metric_log.add({"grad_norm": float(norm)}, mode="train")
+        self._metric_log.add({"grad_norm": average(float(norm))}, mode="train")
         self.control = self.callback_handler.on_pre_optimizer_step(args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(args, self.state, self.control)
@@ -474,9 +475,7 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
-        self._metric_log.read()
-        status = {name: mean(values) for name, values in self._metrics["train"].items()}
-        self._metrics["train"].clear()
+        status = self._metric_log.pop("train")
         status.pop("value_learning_rate", None)  # the same as `critic_lr`
         if "value_loss" in status:
             status["critic_loss"] = status.pop("value_loss")

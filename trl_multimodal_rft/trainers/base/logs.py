@@ -1,47 +1,21 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Callbacks that read the pending metrics of steps, and average those of evaluations."""
+"""Metrics of a trainer: when they are read, and how they get into logs."""
 
 import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ...algorithms.metrics import MetricLog
+from ...algorithms.metrics import MetricLog, weighted_mean
 from ...reporting.events import EventPart
-from ...rollout.ranks import sum_over_ranks
 
 
-class EvaluationMeans(TrainerCallback):
-    """
-    Callback that keeps one value of each metric of an evaluation: the mean over the rows so far. TRL logs the mean of
-    batches, in which a row of a smaller last batch would count more. Metrics that are merged already stay as they are.
-    """
-
-    def __init__(self, metrics: dict[str, list[float]], accelerator: Accelerator):
-        self.metrics = metrics
-        self.accelerator = accelerator
-        self.n_rows = 0  # rows, or completions, in this rank's last batch
-        # Of all ranks' last batch, by metric: the number of values behind a mean, if it isn't that of the rows
-        self.counts: dict[str, float] = {}
-        self._totals: dict[str, float] = {}  # by metric, the number of rows, or values, of the batches so far
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
-    ):
-        [n_rows] = sum_over_ranks(self.accelerator, [float(self.n_rows)])
-        for name, values in self.metrics.items():
-            earlier = self._totals.get(name, 0.0)
-            count = self.counts.get(name, n_rows)
-            new_values = [value for value in values[name in self._totals :] if not math.isnan(value)]
-            if new_values and count:
-                mean = sum(new_values) / len(new_values)
-                self._totals[name] = earlier + count
-                mean += (values[0] - mean) * earlier / (earlier + count) if earlier else 0.0
-                self.metrics[name] = [mean]
-        self.counts = {}
-
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
-        self._totals = {}
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as Trainer
+else:
+    Trainer = object
 
 
 def is_due(interval: int, step: int, n_steps: int) -> bool:
@@ -53,7 +27,7 @@ def is_due(interval: int, step: int, n_steps: int) -> bool:
 
 
 class ReadMetrics(TrainerCallback):
-    """Callback that reads pending metrics after an optimizer or evaluation step, before other callbacks log them."""
+    """Callback that reads pending metrics after an optimizer or evaluation step, so that few are pending."""
 
     def __init__(self, metrics: MetricLog):
         self.metrics = metrics
@@ -62,3 +36,60 @@ class ReadMetrics(TrainerCallback):
         self.metrics.read()
 
     on_prediction_step = on_step_end
+
+
+class LoggedTrainer(Trainer):
+    """
+    A trainer of TRL whose metrics are sums and counts in a [`~algorithms.metrics.MetricLog`], so that they don't
+    depend on the size of batches. Metrics of an evaluation have the name of its dataset.
+    """
+
+    accelerator: Any
+    model: Any
+    _metrics: Any  # TRL's lists of values, which `log` fills just before TRL reads them
+    # Number of rows or tokens over which the last loss is a mean; `None` if a subclass computes it by itself
+    _loss_weight: torch.Tensor | float | None = None
+
+    @cached_property
+    def _metric_log(self) -> MetricLog:
+        return MetricLog(lambda: self.model.training, self.accelerator.gather)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """
+        Logs `logs` with the metrics of the current mode since the last log.
+
+        Args:
+            logs (`dict[str, float]`):
+                Values to log.
+            start_time (`float`, *optional*):
+                Start of the training.
+        """
+        mode = self._metric_log.mode
+        for name, value in self._metric_log.pop(mode).items():
+            self._metrics[mode][name] = [value]  # TRL logs the mean of this list
+        super().log(logs, start_time)
+
+    def prediction_step(self, *args, **kwargs):
+        outputs = super().prediction_step(*args, **kwargs)
+        if outputs[0] is not None and self._loss_weight is not None:
+            self._metric_log.add({"loss": weighted_mean(outputs[0], self._loss_weight)}, mode="eval")
+        return outputs
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        """
+        Evaluates as [`~transformers.Trainer.evaluation_loop`]. The output also has the trainer's metrics, and the loss
+        is a mean over what the loss in training is a mean over. Names of metrics begin with `metric_key_prefix`.
+        """
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        output: Any = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        values = self._metric_log.pop("eval")
+        added = self._metrics["eval"]  # by a subclass, as in TRL
+        values |= {name: sum(numbers) / len(numbers) for name, numbers in added.items() if numbers}
+        added.clear()
+        output.metrics.update({f"{metric_key_prefix}_{name}": _number(value) for name, value in values.items()})
+        return output
+
+
+def _number(value: float) -> float | None:
+    """Returns `None` for NaN, as TRL logs it."""
+    return None if math.isnan(value) else value

@@ -5,11 +5,11 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from inspect import get_annotations
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
 
-from ...algorithms.metrics import MetricLog
+from ...algorithms.metrics import average
 from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
 from ...data.rows.fingerprint import fingerprint
@@ -47,20 +47,15 @@ from ..checkpoints.shards import saving_whole_weights, writes_shards
 from ..checkpoints.whole_step import WholeSteps
 from .arguments import check_keywords
 from .finite import check_weights, skip_broken_update
+from .logs import LoggedTrainer
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
 from .signals import EndOnSignal
-
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as Trainer
-else:
-    Trainer = object
 
 
 logger = get_logger(__name__)
 
 
-class BaseTrainer(Trainer):
+class BaseTrainer(LoggedTrainer):
     """
     Trains, saves, resumes and publishes a run of TRL's trainers.
 
@@ -80,7 +75,6 @@ class BaseTrainer(Trainer):
     checks: Checks
     reward_func_names: Any = ()
     _max_skipped = 5  # limit on updates in a row that are skipped because their gradient isn't finite
-    _metrics: Any
     _stream: RowStream
     _train_loader: Callable[[], DataLoader]
     _eval_loader: Callable[..., DataLoader]
@@ -105,10 +99,6 @@ class BaseTrainer(Trainer):
         check_keywords(cls, kwargs)
         end_with_launcher()  # also while the model loads
         return super().__new__(cls)
-
-    @cached_property
-    def _metric_log(self) -> MetricLog:
-        return MetricLog(self._metrics, lambda: self.model.training, self.accelerator.gather)
 
     def __repr__(self) -> str:
         model = getattr(self, "model", None)
@@ -332,7 +322,7 @@ class BaseTrainer(Trainer):
 
     def _rollout_state(self) -> dict[str, Any]:
         return {
-            "metrics": dict(self._metrics["train"]),
+            "metrics": self._metric_log.state_dict(),
             **self.checks.state_dict(),
             "checked": self._checked_settings(),  # settings of the self-check's measurements
             "n_skipped": self._n_skipped,
@@ -340,7 +330,7 @@ class BaseTrainer(Trainer):
         }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        self._metrics["train"].update(state["metrics"])
+        self._metric_log.load_state_dict(state["metrics"])
         if state["checked"] == self._checked_settings():  # with other settings, the self-check runs anew
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]
@@ -506,7 +496,7 @@ class BaseTrainer(Trainer):
         is_skipped, self._n_skipped = skip_broken_update(
             norm, self.optimizer, self.accelerator, self.state.global_step, self._n_skipped, limit=self._max_skipped
         )
-        self._metric_log.add({"skipped_updates": float(is_skipped)}, mode="train")
+        self._metric_log.add({"skipped_updates": average(is_skipped)}, mode="train")
         return norm
 
 

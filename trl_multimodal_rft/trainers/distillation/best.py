@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import gather_object
 
+from ...algorithms.metrics import nan_mean
 from ...encoding.processors import checked_texts
 from ...encoding.prompts import EncodedPrompt
 from ...forward.trees import share_media
@@ -65,8 +66,9 @@ def choose_best(prompting: Prompting, rollout: Rollout, rewards: Rewards, min_re
 
 def _log(context: Context, totals: list[float], texts: list[str | None]) -> None:
     numbers = torch.tensor([[reward, float(text is not None)] for reward, text in zip(totals, texts, strict=True)])
-    means = context.accelerator.gather(numbers.to(context.accelerator.device)).nanmean(0).tolist()
-    context.metrics.add({"reward": means[0], "teacher/taught_frac": means[1]})
+    numbers = context.accelerator.gather(numbers.to(context.accelerator.device))
+    columns = zip(("reward", "teacher/taught_frac"), numbers.unbind(1), strict=True)
+    context.metrics.add({name: nan_mean(values, is_of_all_ranks=True) for name, values in columns})
 
 
 def prompts_with(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...algorithms.metrics import Metric, scored_mean
+from ...algorithms.metrics import Metric, event_count, scored_mean
 from ...encoding.dummies import dummy_prompt
 from ...encoding.processors import control_tokens, tokenizer_of
 from ...encoding.prompt_encoder import PromptEncoder
@@ -137,11 +137,11 @@ def aligned_metrics(rollout: Rollout, names: Mapping[int, str | None], indices: 
     metrics: dict[str, Metric] = {}
     for index, name in names.items():
         mask = rollout.loss_mask * (teachers == index)[:, None].to(rollout.loss_mask)
-        share = scored_mean(is_aligned, mask)
+        aligned = scored_mean(is_aligned, mask)
         if name is None:
-            metrics["teacher/aligned_frac"] = share
+            metrics["teacher/aligned_frac"] = aligned
         else:
-            metrics[f"teacher/{name}/aligned_frac"] = share
+            metrics[f"teacher/{name}/aligned_frac"] = aligned
     return metrics
 
 
@@ -162,5 +162,5 @@ def has_aligned(
             "such completions out, or choose another teacher."
         )
     (n_unaligned,) = sum_over_ranks(context.accelerator, [len(unaligned)])
-    context.metrics.add({"teacher/unaligned": n_unaligned})
+    context.metrics.add({"teacher/unaligned": event_count(n_unaligned)})
     return ~is_unaligned

@@ -244,7 +244,11 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         # A divergence outside of the mask is 0
         loss = scores.divergences.sum() / n_tokens
         metrics = {"entropy": scored_mean(scores.entropies, mask)}
-        return LossOutput(loss, metrics | self._teachers.metrics(inputs, scores.divergences.detach()))
+        metrics |= self._teachers.metrics(inputs, scores.divergences.detach())
+        return LossOutput(loss, metrics)
+
+    def _weight(self, inputs: Rollout) -> torch.Tensor | float:
+        return taught_mask(inputs).sum()
 
     # Checkpoints
 

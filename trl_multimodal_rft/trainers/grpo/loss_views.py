@@ -10,7 +10,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from ...algorithms.entropy import advantage_weights, high_entropy_mask, relevance_weights
 from ...algorithms.losses import LossOutput, Normalizer, view_term
-from ...algorithms.metrics import scored_mean
+from ...algorithms.metrics import largest, scored_mean
 from ...forward.head import HeadRule, head_rule
 from ...forward.scores import Scores
 from ...rollout.ranks import local_rows
@@ -101,7 +101,7 @@ def weighed_by_dependency(context: Context, rollout: Rollout) -> Rollout:
             torch.stack([mean_dependencies, (replaces & mask.any(1)).to(mean_dependencies.dtype)], dim=1)
         )
         completion_weights = advantage_weights(statistics[:, 0], statistics[:, 1] > 0, settings.advantage_min)
-        context.metrics.add({"view/weight_max": completion_weights.max().item()})
+        context.metrics.add({"view/weight_max": largest(completion_weights, is_of_all_ranks=True)})
         local_weights = local_rows(context.accelerator, completion_weights, len(rollout))
         local_weights = local_weights if advantages.dim() == 1 else local_weights[:, None]
         rollout = replace(rollout, advantages=advantages * local_weights)

@@ -23,7 +23,7 @@ from ...algorithms.advantages import estimate_advantages
 from ...algorithms.entropy import adapted_entropy_coef
 from ...algorithms.kl import AdaptiveKLController, FixedKLController, approx_kl
 from ...algorithms.losses import LossInputs, LossOutput, Normalizer, entropy_sums, grpo_loss
-from ...algorithms.metrics import MicroBatchSums, token_mean
+from ...algorithms.metrics import MicroBatchSums, average, nan_mean, token_mean
 from ...algorithms.shaping import RunningScale, shape_rewards
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
@@ -243,7 +243,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         scale = self._reward_scale if args.reward_running_scale else None
         shaped = shape_rewards(rewards, scale, args.reward_clip_range)
         if args.reward_running_scale or args.reward_clip_range is not None:
-            self._metric_log.add({"shaped_reward": shaped.nanmean().item()})
+            self._metric_log.add({"shaped_reward": nan_mean(shaped, is_of_all_ranks=True)})
         return shaped
 
     def _compare_rewards(
@@ -400,9 +400,12 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
             self._adapt_entropy(tensors)
             self._adapt_kl(scores.logps, mask, inputs)
         if self._extra_scoring_time > 0 and self.accelerator.sync_gradients:
-            self._metric_log.add({"extra_scoring_time": self._extra_scoring_time})
+            self._metric_log.add({"extra_scoring_time": average(self._extra_scoring_time)})
             self._extra_scoring_time = 0.0
         return output
+
+    def _weight(self, inputs: Rollout) -> torch.Tensor | float:
+        return self._policy_loss.weight(inputs.loss_mask, self._normalizer(inputs))
 
     @property
     def _uses_every_score(self) -> bool:
@@ -447,7 +450,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                     max_coef=args.entropy_coef_max,
                 )
         if self._entropy_bonus_enabled and ends_step:
-            self._metric_log.add({"entropy_coef": self.entropy_coef}, mode="train")
+            self._metric_log.add({"entropy_coef": average(self.entropy_coef)}, mode="train")
 
     def _adapt_kl(self, logps: torch.Tensor, mask: torch.Tensor, inputs: Rollout) -> None:
         """
@@ -465,8 +468,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
                 total, n_tokens, n_completions = sums
                 estimate = total / max(n_tokens, 1.0)
                 self._kl_controller.update(estimate, int(n_completions))
-                self._metric_log.add({"kl/estimate": estimate}, mode="train")
-            self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
+                self._metric_log.add({"kl/estimate": average(estimate)}, mode="train")
+            self._metric_log.add({"kl_coef": average(self.kl_coef)}, mode="train")
 
     def _counts_for_kl(self) -> bool:
         """KL divergences are measured in the first iteration on a rollout."""

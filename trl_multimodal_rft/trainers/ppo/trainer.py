@@ -31,7 +31,7 @@ from trl.trainer.utils import get_config_model_id
 from ...algorithms.advantages import gae
 from ...algorithms.critic import critic_metrics, ptx_loss, value_loss
 from ...algorithms.losses import LossInputs, LossOutput, ratio_metrics
-from ...algorithms.metrics import rank_mean
+from ...algorithms.metrics import average
 from ...algorithms.returns import token_rewards, whiten
 from ...data.rows.batches import EndlessRows
 from ...data.rows.fingerprint import fingerprint
@@ -324,9 +324,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
         mask = inputs.loss_mask
         loss_type = self._policy_loss
         loss_inputs = LossInputs(scores.logps, inputs.old_per_token_logps, inputs.advantages, mask)
-        # The metric is a mean over micro-batches, so it takes the loss before the division by their number
-        unscaled_loss = policy_output.loss * self._n_accumulation_steps() if loss_type.is_mean else policy_output.loss
-        metrics = {"policy_loss": rank_mean(unscaled_loss), **policy_output.metrics, **ratio_metrics(loss_inputs)}
+        mean_loss = loss_type.mean(policy_output.loss, mask, self._normalizer(inputs))
+        metrics = {"policy_loss": mean_loss, **policy_output.metrics, **ratio_metrics(loss_inputs)}
         loss = self._loss_if_updated("policy", policy_output.loss, scores.logps)
         if self.critic is not None:
             mask = mask * inputs.rewards.scorable[:, None]
@@ -342,10 +341,10 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
             metrics |= ptx_output.metrics
         if self.accelerator.sync_gradients:
             if self.kl_coef != 0 and args.kl_target is None:
-                self._metric_log.add({"kl_coef": self.kl_coef}, mode="train")
+                self._metric_log.add({"kl_coef": average(self.kl_coef)}, mode="train")
             if self.critic is not None:
                 learning_rate = self.lr_scheduler.get_last_lr()[self._critic_groups.index(True)]
-                self._metric_log.add({"value_learning_rate": learning_rate}, mode="train")
+                self._metric_log.add({"value_learning_rate": average(learning_rate)}, mode="train")
         return LossOutput(loss, metrics)
 
     @property

@@ -17,6 +17,7 @@ from transformers import ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
+from ...algorithms.metrics import average
 from ...checks.measure import Measure
 from ...checks.media_contribution import media_contribution
 from ...data.rows.unread import lists_columns
@@ -194,7 +195,9 @@ class PreferenceTrainer(CompletionTrainer):
 
     # Update
 
-    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
+    def _loss_of_trl(
+        self, rows: Batch, *outputs: SimpleNamespace | ModelOutput
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         with replaced(self, precompute_ref_logps=True):  # TRL's loss then reads them from its inputs
             return super()._loss_of_trl(rows, *outputs)
 
@@ -242,7 +245,7 @@ class PreferenceTrainer(CompletionTrainer):
         interval = self.args.media_contribution_steps
         is_training = self.model.training
         n = len(inputs["sequences"])
-        has_measured = "media/contribution" in self._metric_log.current
+        has_measured = self._metric_log.has("media/contribution")
         is_unmeasured = step != self._contribution_step if is_training else not has_measured
         if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
             return
@@ -251,7 +254,8 @@ class PreferenceTrainer(CompletionTrainer):
         mask = inputs["completion_mask"][:n]
         completions = inputs["prompts"][:n], ids, mask
         measured = media_contribution(self._policy, model, completions, mask, inputs["encode_view"])
-        self._metric_log.add(self.checks.smoothed(measured) if is_training else measured)
+        measured = self.checks.smoothed(measured) if is_training else measured
+        self._metric_log.add({name: average(mean) for name, mean in measured.items()})
 
 
 def _stand_in_rows(

@@ -132,7 +132,12 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             log_sum_sq_probs=pair_scores.log_sum_sq_probs,
             aux_loss=pair_scores.aux_loss,
         )
-        loss = self._loss_of_trl(trl_batch, outputs)
+        loss, means = self._loss_of_trl(trl_batch, outputs)
+        mask = trl_batch["completion_mask"][:, 1:]
+        n_chosen, n_rejected = (side.sum() for side in mask.chunk(2))
+        counts = {"entropy": n_chosen + n_rejected, "mean_token_accuracy": n_chosen}
+        counts |= {"logits/chosen": n_chosen, "logits/rejected": n_rejected}
+        self._log_means(means, counts, len(inputs["sequences"]))
         if self._view_settings.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
+from ...algorithms.metrics import Metric, weighted_mean
 from ...forward.scores import Scores
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines
@@ -128,7 +129,24 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         )
         # TRL's loss calls the model for the KL estimate first, if there is one, and then for the rows' completions
         kl_outputs = [SimpleNamespace(log_probs=kl_logps.detach())] if self.calculate_KL else []
-        return self._loss_of_trl(self._as_trl_batch(inputs), *kl_outputs, outputs), scores
+        trl_batch = self._as_trl_batch(inputs)
+        loss, means = self._loss_of_trl(trl_batch, *kl_outputs, outputs)
+        self._log_by_label(means, trl_batch)
+        return loss, scores
+
+    def _log_by_label(self, means: dict[str, float], rows: Batch) -> None:
+        """Logs TRL's metrics of a micro-batch, most of which are means over the rows or tokens with a label."""
+        mask = rows["completion_mask"][:, 1:]
+        is_chosen = torch.as_tensor(rows["label"], dtype=torch.bool, device=mask.device)
+        counts = {"entropy": mask.sum()}
+        for side, is_counted in (("chosen", is_chosen), ("rejected", ~is_chosen)):
+            n_rows = is_counted.sum()
+            counts |= {f"rewards/{side}": n_rows, f"logps/{side}": n_rows, f"logits/{side}": mask[is_counted].sum()}
+        means.pop("rewards/margins", None)  # of the means, which have values from other micro-batches
+        self._log_means(means, counts, len(is_chosen))
+        sides = [weighted_mean(means.get(name, 0.0), counts[name]) for name in ("rewards/chosen", "rewards/rejected")]
+        margin = Metric(torch.cat([side.numbers for side in sides]), "difference", skips_nan=True)
+        self._metric_log.add({"rewards/margins": margin})
 
     def _score_with_kl(self, model: nn.Module, inputs: Batch, n: int) -> tuple[Scores, torch.Tensor]:
         """

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
 from trl.data_utils import get_dataset_column_names
 
+from ...algorithms.metrics import largest, latest, nan_mean, scored_mean, smallest
 from ...checks.sequences import check_pairs
 from ...encoding.processors import tokenizer_of
 from ...forward.scores import Scores
@@ -172,22 +173,23 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         margin = inputs["margin"]
         tie = inputs["tie"]
         trl_batch = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
+        loss, means = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
         # Together with TRL's term, this is the negative log-likelihood of a tie within the margin, up to a constant
         # (equation 10 of https://huggingface.co/papers/2409.17431)
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
-        self._leave_out_ties((chosen - rejected).detach(), tie)
+        differences = torch.where(tie, torch.nan, chosen - rejected).detach()
+        metrics = {
+            "num_tokens": latest(means["num_tokens"]),
+            "min_reward": smallest(scores.values),
+            "mean_reward": nan_mean(scores.values),
+            "max_reward": largest(scores.values),
+            # Without ties
+            "accuracy": scored_mean((differences > 0).float(), ~tie),
+            "margin": scored_mean(differences, ~tie),
+        }
+        self._metric_log.add(metrics)
         return loss, scores
-
-    def _leave_out_ties(self, differences: torch.Tensor, tie: torch.Tensor) -> None:
-        """Replaces the last `accuracy` and `margin` of TRL by values without ties, if the micro-batch has ties."""
-        sums = torch.stack([((differences > 0) & ~tie).sum(), (differences * ~tie).sum(), (~tie).sum(), tie.sum()])
-        n_correct, difference_sum, n, n_ties = self.accelerator.gather_for_metrics(sums[None]).sum(0).tolist()
-        self._evaluation_means.counts = {"accuracy": n, "margin": n}
-        if n_ties:
-            self._metric_log.replace_last("accuracy", n_correct / n if n else None)
-            self._metric_log.replace_last("margin", difference_sum / n if n else None)
 
     # Card
 

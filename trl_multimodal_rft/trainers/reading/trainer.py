@@ -1,7 +1,9 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Base of the trainers on datasets with completions (SFT, DPO, KTO and reward models)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
-from ...algorithms.metrics import Latest
+from ...algorithms.metrics import latest, weighted_mean
 from ...checks.run_checks import Checks
 from ...checks.sequences import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
@@ -43,7 +45,7 @@ from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_position
 from ..base.arguments import check_arguments
 from ..base.dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
 from ..base.loading import Models, load_parts
-from ..base.logs import EvaluationMeans, ReadMetrics
+from ..base.logs import ReadMetrics
 from ..base.optimizer import freeze_and_check
 from ..base.preparation import compile_models, disable_dropout
 from ..base.setup import check_launch
@@ -96,9 +98,7 @@ class CompletionTrainer(BaseTrainer):
         first rows with the outputs of the processor from `load_processor`.
         """
         self._load_processor = load_processor
-        self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
         self.add_callback(ReadMetrics(self._metric_log))
-        self.add_callback(self._evaluation_means)
         freeze_and_check(self.model, self.args, self.optimizer)
         disable_dropout(self.args, self.model, self.ref_model)
         self.card_notes = CardNotes()
@@ -240,9 +240,14 @@ class CompletionTrainer(BaseTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: NumItems = None
     ) -> Any:
-        self._evaluation_means.n_rows = len(inputs["sequences"])
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
-            return super().compute_loss(model, self._plain_rows(inputs), return_outputs, num_items_in_batch)
+            rows = self._plain_rows(inputs)
+            n_learned = (rows["labels"][:, 1:] != -100).sum()
+            self._loss_weight = n_learned if self.compute_loss_func is None else None
+            with self._metrics_of_trl() as means:
+                loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
+            self._log_means(means, dict.fromkeys(("entropy", "mean_token_accuracy"), n_learned), len(rows["labels"]))
+            return loss
         if self.args.self_check and self.model.training:
             processor_outputs = partial(inputs["plain"], cache(self._load_processor))
             self.checks.on_rows(
@@ -250,6 +255,7 @@ class CompletionTrainer(BaseTrainer):
                 model,
                 inputs["sequences"],
             )
+        self._loss_weight = None if self.model.training else self._weight(inputs)
         loss, scores = self._loss(model, inputs, num_items_in_batch)
         if scores.deferred is not None:
             # `Trainer` divides the loss by the accumulation steps if it doesn't count tokens
@@ -257,13 +263,43 @@ class CompletionTrainer(BaseTrainer):
             loss = self._backward_by_parts(model, loss, scores.deferred, divisor)
         return (loss, self._outputs(model, inputs, scores)) if return_outputs else loss
 
+    def _weight(self, inputs: Batch) -> torch.Tensor | int:
+        """Returns the number of rows, or of tokens, over which the loss of a micro-batch is a mean."""
+        return len(inputs["sequences"])
+
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(logits=scores.values)
 
-    def _loss_of_trl(self, rows: Batch, *outputs: SimpleNamespace | ModelOutput) -> torch.Tensor:
-        """Returns TRL's loss for padded rows, and logs its metrics. Each call of the model gets the next output."""
+    def _loss_of_trl(
+        self, rows: Batch, *outputs: SimpleNamespace | ModelOutput
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """
+        Returns TRL's loss for padded rows, and its metrics of this micro-batch on all ranks. Each call of the model
+        gets the next output.
+        """
         remaining_outputs = iter(outputs)
-        return super().compute_loss(lambda **kwargs: next(remaining_outputs), rows)
+        with self._metrics_of_trl() as means:
+            loss = super().compute_loss(lambda **kwargs: next(remaining_outputs), rows)
+        return loss, means
+
+    @contextmanager
+    def _metrics_of_trl(self) -> Iterator[dict[str, float]]:
+        """Yields a dictionary, which gets the metrics that TRL's code within the context writes."""
+        means: dict[str, float] = {}
+        written = {mode: defaultdict(list) for mode in ("train", "eval")}
+        with replaced(self, _metrics=written):
+            yield means
+        means.update({name: values[-1] for name, values in written[self._metric_log.mode].items()})
+
+    def _log_means(self, means: dict[str, float], counts: Mapping[str, torch.Tensor | int], n: int) -> None:
+        """
+        Logs TRL's metrics of a micro-batch, means over `counts` values on this rank by metric, by default over its `n`
+        rows.
+        """
+        metrics = {name: weighted_mean(mean, counts.get(name, n)) for name, mean in means.items()}
+        if "num_tokens" in means:
+            metrics["num_tokens"] = latest(means["num_tokens"])
+        self._metric_log.add(metrics)
 
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns a micro-batch for TRL's own forward, which keeps logits. By default, raises `ValueError`."""
@@ -303,7 +339,7 @@ class CompletionTrainer(BaseTrainer):
         self._n_cut += counts[0]
         self._n_longer += counts[1]
         numbers = {"rows/cut": self._n_cut, "rows/longer_with_media": self._n_longer}
-        self._metric_log.add({name: Latest(number) for name, number in numbers.items() if number}, mode="train")
+        self._metric_log.add({name: latest(number) for name, number in numbers.items() if number}, mode="train")
 
     def _show_example(self, row: Row, sequence: SupervisedSequence | PreferencePair) -> None:
         display = console_of(self.callback_handler.callbacks) if self.is_world_process_zero() else None

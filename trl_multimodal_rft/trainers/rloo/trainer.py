@@ -12,12 +12,11 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RolloutFunc
 from trl.trainer.rloo_trainer import RewardFunc
 
 from ...algorithms.losses import LossInputs, LossOptions, LossOutput, rloo_loss
-from ...algorithms.metrics import rank_mean, scored_mean
+from ...algorithms.metrics import scored_mean, token_mean, weighted_mean
 from ...algorithms.signal import CAUSES
 from ...engines.samplers import Sampler
 from ...forward.scores import Scores
 from ...rollout.estimates import Estimates, has_signal, is_std_zero, leave_one_out
-from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rewards, Rollout
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -131,8 +130,7 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         """Returns `(N,)` of all ranks, and logs the mean per token."""
         mask = rollout.loss_mask
         kl = (rollout.old_per_token_logps - rollout.ref_per_token_logps) * mask
-        kl_sum, n_tokens = sum_over_ranks(self.accelerator, [kl.sum().item(), mask.sum().item()])
-        self._metric_log.add({"kl": kl_sum / max(n_tokens, 1.0)})
+        self._metric_log.add({"kl": token_mean(kl, mask)})
         return self.accelerator.gather(kl.sum(1))
 
     def _batch_settings(self) -> dict[str, Any]:
@@ -168,6 +166,6 @@ class MultimodalRLOOTrainer(MultimodalTrainer, RLOOTrainer):
         )
         if self.aux_loss_enabled:  # `Trainer` divides by the accumulation steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss
-            metrics["aux_loss"] = rank_mean(scores.aux_loss)
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, len(inputs))
         metrics["entropy"] = scored_mean(scores.entropies, inputs.scored_mask)
         return LossOutput(loss, metrics)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...algorithms.metrics import average, largest, nan_mean
 from ...checks.run_checks import Checks
 from ...data.rows.batches import Row
 from ...encoding.prompt_encoder import PromptEncoder
@@ -100,10 +101,10 @@ class AsynchronousSampling:
         waits = accelerator.gather(torch.tensor([wait_seconds], device=ages.device))
         context.metrics.add(
             {
-                "staleness/mean": ages.mean().item(),
-                "staleness/max": ages.max().item(),
-                "wait/rollout": waits[:, 0].max().item(),
-                "wait/trainer": waits[:, 1].mean().item(),
+                "staleness/mean": nan_mean(ages, is_of_all_ranks=True),
+                "staleness/max": largest(ages, is_of_all_ranks=True),
+                "wait/rollout": average(waits[:, 0].max().item()),
+                "wait/trainer": average(waits[:, 1].mean().item()),
             }
         )
         drawn = Drawn(ids, logps, flight=answered)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate.logging import get_logger
 
+from ...algorithms.metrics import event_count, nan_mean
 from ...algorithms.shaping import contrast_bonus
 from ...rollout.estimates import rewards_by_turn, rewards_per_func, turn_metrics, warn_of_unscorable
 from ...rollout.ranks import any_rank, sum_over_ranks
@@ -74,7 +75,7 @@ class Rewarding:
         rows_and_errors = zip(rollout.source.row_indices, rollout.source.failures, strict=True)
         failed = [(row, error) for row, error in rows_and_errors if error is not None]
         n_failed, n = sum_over_ranks(self.context.accelerator, [len(failed), len(rollout)])
-        self.context.metrics.add({"tools/environment_failures": n_failed})
+        self.context.metrics.add({"tools/environment_failures": event_count(n_failed)})
         for row, error in failed[:1]:  # one message stands for all failures
             reason = f"row {row}: the environment failed, {type(error).__name__}: {error}"
             if n_failed == n and self.context.is_training:
@@ -114,10 +115,8 @@ class Rewarding:
         )
         mask = in_same_groups(~contrast_rewards.isnan(), group_size)
         if mask.any():
-            means = {
-                "accuracy": contrast_rewards.nanmean(),
-                "accuracy_clean": rewards[mask].nanmean(),
-                "bonus": bonus[mask].mean(),
-            }
-            self.context.metrics.add({f"contrast/{name}": value.item() for name, value in means.items()})
+            columns = {"accuracy": contrast_rewards, "accuracy_clean": rewards[mask], "bonus": bonus[mask]}
+            self.context.metrics.add(
+                {f"contrast/{name}": nan_mean(values, is_of_all_ranks=True) for name, values in columns.items()}
+            )
         return bonus

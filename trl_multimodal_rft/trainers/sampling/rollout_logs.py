@@ -14,6 +14,7 @@ from huggingface_hub import CommitScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from ...algorithms.metrics import average, latest, share
 from ...algorithms.signal import CAUSES
 from ...checks.media_contribution import media_contribution
 from ...data.rows.columns import strip_media
@@ -26,7 +27,7 @@ from ...rollout.estimates import Estimates, reward_metrics
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...views.views import View
-from ..base.logs import EvaluationMeans, ReadMetrics, is_due
+from ..base.logs import ReadMetrics, is_due
 from .prompting import Prompting
 from .rewarding import Rewarding
 from .rollout_views import view_metrics
@@ -42,14 +43,12 @@ class RolloutLog:
 
     rewarding: Rewarding
     tables: Mapping[str, Any]  # TRL's table of completions, by column
-    evaluation: dict[str, list[float]]  # TRL's metrics of an evaluation, by name
     extra_logs: dict[str, list[Any]]  # values that reward functions passed to `log_extra`, by column
     pending_metrics: dict[str, list[float]]  # values that reward functions passed to `log_metric`, by name
     main_handler: CallbackHandler | None  # callbacks on the main process, `None` on other processes
 
     def __post_init__(self):
         args = self.rewarding.context.args
-        self.means = EvaluationMeans(self.evaluation, self.rewarding.context.accelerator)
         self.media = None
         self.hint = None
         if args.log_completions:
@@ -63,7 +62,6 @@ class RolloutLog:
         publishes.
         """
         yield ReadMetrics(self.rewarding.context.metrics)
-        yield self.means
         if self.hint is not None:
             yield self.hint
         if self.media is not None:
@@ -82,11 +80,6 @@ class RolloutLog:
         names = self.rewarding.functions.names
         advantages = estimates.advantages
         context.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
-        rewards_by_metric = {
-            "reward": rewards,
-            **{f"rewards/{name}/mean": per_func[:, i] for i, name in enumerate(names)},
-        }
-        self.means.counts = {name: (~values.isnan()).sum().item() for name, values in rewards_by_metric.items()}
         if rollout.source.from_view is not None:
             context.metrics.add(
                 view_metrics(rewards, context.accelerator.gather(rollout.source.from_view), context.group_size)
@@ -133,7 +126,8 @@ class RolloutLog:
         index = reward_index(context.args.dynamic_sampling_reward, self.rewarding.functions.names)
         sampler.update_pass_rates(row_indices, per_func[:, index])
         known_frac, mean_pass_rate = sampler.coverage()
-        context.metrics.add({"difficulty/known_frac": known_frac, "difficulty/pass_rate": mean_pass_rate})
+        numbers = {"known_frac": latest(known_frac), "pass_rate": latest(mean_pass_rate)}
+        context.metrics.add({f"difficulty/{name}": number for name, number in numbers.items()})
 
     def _add_reward_logs(self, n: int) -> None:
         """Values are logged in the same order on all ranks."""
@@ -142,8 +136,8 @@ class RolloutLog:
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
             values = self.pending_metrics.get(name, [])
-            total, count = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
-            self.rewarding.context.metrics.add({name: total / count})
+            sums = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
+            self.rewarding.context.metrics.add({name: share(*sums, is_of_all_ranks=True)})
         self.pending_metrics.clear()
 
 
@@ -176,7 +170,7 @@ def log_media_contribution(prompting: Prompting, scoring: Scoring, rollout: Roll
 
     batch = rollout.completions, rollout.loss_mask
     contribution = media_contribution(scoring.policy, context.model, *batch, encode)
-    context.metrics.add(scoring.checks.smoothed(contribution))
+    context.metrics.add({name: average(mean) for name, mean in scoring.checks.smoothed(contribution).items()})
 
 
 def constant_rewards(history: list[dict[str, Any]]) -> dict[str, tuple[int, float]]:

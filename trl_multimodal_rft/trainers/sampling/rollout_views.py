@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...algorithms.metrics import Metric, average, nan_mean
 from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import Drawn, Prompted
@@ -60,7 +61,7 @@ def without_extra(
     from_view = extra = None
     if strength is not None:
         from_view = torch.tensor([i in share for i in range(n)], device=context.accelerator.device)
-        context.metrics.add({"view/strength": strength})
+        context.metrics.add({"view/strength": average(strength)})
     if contrast:
         indices = [*contrast]
         selected = with_one_turn(prompted.select(indices), drawn.ids[n:], encoder.processor)
@@ -85,7 +86,7 @@ def _last_prompts_under(
     return {i: prompt for i, prompt in zip(indices, prompts, strict=True) if prompt is not rollout.prompts[i]}
 
 
-def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int) -> dict[str, float]:
+def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int) -> dict[str, Metric]:
     """
     Returns the mean rewards of completions that were sampled from a view, and of the other completions of their
     groups. Returns no metrics if no completion is from a view. `rewards` and `from_view` are of all ranks, `(N,)`.
@@ -93,8 +94,8 @@ def view_metrics(rewards: torch.Tensor, from_view: torch.Tensor, group_size: int
     if not from_view.any():
         return {}
     clean = in_same_groups(from_view, group_size) & ~from_view
-    means = {"view/reward": rewards[from_view].nanmean(), "view/reward_clean": rewards[clean].nanmean()}
-    return {name: value.item() for name, value in means.items()}
+    rewards_by_name = {"view/reward": rewards[from_view], "view/reward_clean": rewards[clean]}
+    return {name: nan_mean(values, is_of_all_ranks=True) for name, values in rewards_by_name.items()}
 
 
 def in_same_groups(mask: torch.Tensor, group_size: int) -> torch.Tensor:

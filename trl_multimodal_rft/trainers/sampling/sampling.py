@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers import GenerationConfig
 
-from ...algorithms.metrics import Latest
+from ...algorithms.metrics import average, latest, share
 from ...checks.self_check import RunSettings
 from ...data.rows.features import restore_media
 from ...encoding.processors import Processor
@@ -90,7 +90,7 @@ class Sampling:
                 prompt.decoded = ()  # the sampler has read the decoded media
         self.prompting.look_for_media(prompted)
         rollout = self._rollout(prompted, drawn)
-        self.context.metrics.add(self.sampler.metrics())
+        self.context.metrics.add({name: average(number) for name, number in self.sampler.metrics().items()})
         return rollout
 
     def _by_user(self, prompted: Prompted) -> tuple[Prompted, Drawn]:
@@ -133,7 +133,7 @@ class Sampling:
         state = context.live.state
         if context.is_training:
             state.num_input_tokens_seen += n_tokens
-        context.metrics.add({"num_tokens": Latest(state.num_input_tokens_seen), **metrics})
+        context.metrics.add({"num_tokens": latest(state.num_input_tokens_seen), **metrics})
         # Packing is decided once, so that old, reference and current log-probabilities are computed alike
         lengths = rollout.completion_mask.sum(1).tolist()
         batch_size = context.args.per_device_train_batch_size
@@ -207,10 +207,11 @@ class Sampling:
                     f"All {calls:.0f} calls of tools in the first batch failed. The first failure: {first_fault}; "
                     "correct the tool, or let it raise a `ValueError` if the model's arguments are the cause."
                 )
-        metrics.add({f"tools/ended_by_{name}": end / n_completions for name, end in zip(LIMITS, ends, strict=True)})
-        failure_rate = failures / calls if calls else 0.0
-        metrics.add({"tools/call_frequency": calls / n_completions, "tools/failure_frequency": failure_rate})
-        metrics.add({"tools/unparsed_frequency": unparsed / n_completions})
+        shares = {f"ended_by_{name}": (end, n_completions) for name, end in zip(LIMITS, ends, strict=True)}
+        shares["call_frequency"] = (calls, n_completions)
+        shares["failure_frequency"] = (failures, calls)
+        shares["unparsed_frequency"] = (unparsed, n_completions)
+        metrics.add({f"tools/{name}": share(*counts, is_of_all_ranks=True) for name, counts in shares.items()})
 
     # Checks
 
@@ -312,7 +313,7 @@ class Sampling:
             mask = mask & ~rollout.source.from_view[:, None]
         counts = [float((sampling_logps.isnan() & mask).sum()), float(mask.sum())]
         n_missing, n = sum_over_ranks(self.context.accelerator, counts)
-        self.context.metrics.add({"sampling/no_logp_frac": n_missing / max(n, 1)})
+        self.context.metrics.add({"sampling/no_logp_frac": share(n_missing, n, is_of_all_ranks=True)})
         text = f"The sampler gave no log-probability of {n_missing:.0f} of {n:.0f} tokens, which are neither corrected"
         is_first = not checks.has_checked_logps
         checks.has_checked_logps = True

@@ -282,7 +282,7 @@ class MultimodalTrainer(BaseTrainer):
         extra_logs, pending_metrics = (getattr(self, name, {}) for name in ("_pending_extra_logs", "_pending_metrics"))
         handler = self.callback_handler
         main_handler = handler if self.is_world_process_zero() else None
-        log = RolloutLog(self._rewarding, self._logs, self._metrics["eval"], extra_logs, pending_metrics, main_handler)
+        log = RolloutLog(self._rewarding, self._logs, extra_logs, pending_metrics, main_handler)
         for callback in log.callbacks(handler, getattr(self, "commit_scheduler", None)):
             self.add_callback(callback)
         self._rollout_log = log
@@ -466,7 +466,7 @@ class MultimodalTrainer(BaseTrainer):
         """Returns the loss of a micro-batch. `max_tokens_per_microbatch` may split its forward and backward pass."""
         if return_outputs:
             raise ValueError(f"The {type(self).__name__} does not support returning outputs")
-        self._rollout_log.means.n_rows = len(inputs)
+        self._loss_weight = None if self.model.training else self._weight(inputs)
         self._micro_batch = inputs
         self._scores = None
         try:
@@ -494,6 +494,10 @@ class MultimodalTrainer(BaseTrainer):
     def _loss(self, scores: Scores, inputs: Rollout) -> LossOutput:
         """Computes the scalar loss and the metrics of a micro-batch from its scores."""
         raise NotImplementedError
+
+    def _weight(self, inputs: Rollout) -> torch.Tensor | float:
+        """Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean."""
+        return len(inputs)
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """

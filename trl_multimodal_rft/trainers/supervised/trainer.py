@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, Train
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
-from ...algorithms.metrics import Latest
+from ...algorithms.metrics import latest, share, weighted_mean
 from ...checks.sequences import check_sequences
 from ...data.rows.features import undecoded
 from ...data.rows.names import MEDIA_COLUMNS
@@ -22,6 +22,7 @@ from ...encoding.concatenated import PART_LENGTHS
 from ...forward.scores import ScoreRequest, Scores
 from ...models.wrapped import replaced, unwrapped
 from ...reporting.model_card import common_lines
+from ...rollout.ranks import sum_over_ranks
 from ..base.loading import CONSTRUCTOR_OPTIONS, loading_in_trl
 from ..base.setup import resolve_config
 from ..base.signatures import Adapter, EvalRows, Model, Optimizers, Processor, Rows, arguments_of
@@ -216,25 +217,20 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         self._log_scores(scores, mask, sum(map(len, sequences)))
         return loss, scores
 
+    def _weight(self, inputs: Batch) -> torch.Tensor | int:
+        return (inputs["labels"][:, 1:] != -100).sum()
+
     def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int) -> None:
-        """Logs TRL's metrics of a micro-batch over all ranks. `mask`, `(B, P - 1)`, is true on learned targets."""
-        # Learned tokens, sum of entropies, right predictions, all tokens, and auxiliary loss, which is a mean
-        sums = [mask.sum(), scores.entropies.detach().sum(), scores.top1.sum(), torch.tensor(n_tokens)]
-        sums += [scores.aux_loss.detach()] if self.aux_loss_enabled else []
-        stacked = torch.stack([value.to(mask.device, torch.float) for value in sums])
-        gathered = self.accelerator.gather_for_metrics(stacked[None])
-        n_learned, *totals = gathered.sum(0)[:4]
-        means = [total / n_learned.clamp(min=1) for total in totals[:2]]
-        # One transfer for all values, as the host waits for each transfer from the device
-        values = torch.stack([*means, totals[2], n_learned, *gathered[:, 4:].mean(0)])
-        entropy, accuracy, n_all, n_learned, *aux_loss = values.tolist()
-        self._evaluation_means.counts = {"entropy": n_learned, "mean_token_accuracy": n_learned}
+        """Logs TRL's metrics of a micro-batch. `mask`, `(B, P - 1)`, is true on learned targets."""
         if self.model.training:
-            self._total_train_tokens += int(n_all)
-        metrics: dict[str, Any] = {"entropy": entropy, "mean_token_accuracy": accuracy}
-        metrics["num_tokens"] = Latest(self._total_train_tokens)
+            self._total_train_tokens += int(sum_over_ranks(self.accelerator, [n_tokens])[0])
+        metrics = {
+            "entropy": share(scores.entropies.sum(), mask.sum()),
+            "mean_token_accuracy": share(scores.top1.sum(), mask.sum()),
+            "num_tokens": latest(self._total_train_tokens),
+        }
         if self.aux_loss_enabled:
-            metrics["aux_loss"] = aux_loss[0]
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, len(mask))
         self._metric_log.add(metrics)
 
     @property
