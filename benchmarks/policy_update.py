@@ -762,7 +762,7 @@ class GRPOContestant(Contestant):
 
     def shared_fraction(self) -> float:
         """Fraction of prompt tokens that our trainer, which shares them, didn't forward in its latest step."""
-        return self.trainer._metrics["train"]["packing/shared_frac"][-1]
+        return self.trainer._metric_log.pop("train")["packing/shared_frac"]
 
     @property
     def prompt(self) -> EncodedPrompt:

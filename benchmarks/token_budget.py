@@ -167,7 +167,7 @@ class Contestant:
 
     def parts(self) -> int:
         """Number of parts of the latest update."""
-        return int(self.trainer._metrics["train"].get("token_budget/parts", [1])[-1])
+        return int(self.trainer._metric_log.pop("train").get("token_budget/parts", 1))
 
     def tokens(self) -> int:
         """Number of tokens of the micro-batch, with each prompt once."""

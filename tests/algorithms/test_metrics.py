@@ -2,7 +2,6 @@
 """One gather per micro-batch combines the metrics of all ranks, whatever their number."""
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
@@ -14,38 +13,44 @@ from trainers.preference.test_dpo import text_pairs
 from trainers.preference.test_reward_trainer import fresh
 
 from trl_multimodal_rft.algorithms.metrics import (
-    Latest,
+    KINDS,
     MetricLog,
     MicroBatchSums,
+    average,
     completion_means,
+    deviation,
+    event_count,
+    explained,
     largest,
-    rank_mean,
+    latest,
+    nan_mean,
+    scored_mean,
+    share,
     smallest,
     token_mean,
+    weighted_mean,
 )
-from trl_multimodal_rft.trainers.base.logs import EvaluationMeans
 
 
-def write(metrics, gather, found) -> None:
-    log = MetricLog({"train": found}, lambda: True, gather)
+def log_of(n_ranks=1, *, is_training=True):
+    """A log of equal ranks."""
+    return MetricLog(lambda: is_training, lambda numbers: numbers.expand(n_ranks, -1))
+
+
+def values_of(metrics, n_ranks=1):
+    log = log_of(n_ranks)
     log.add(metrics)
-    log.read()
+    return log.pop("train")
 
 
-def test_numbers_are_written_as_they_are():
-    """Those of ranks wait until they are read."""
-    found = {"train": defaultdict(list), "eval": defaultdict(list)}
-    log = MetricLog(found, lambda: False, lambda numbers: numbers)
-    log.add({"mean": rank_mean(torch.tensor(2.0)), "own": 0.1, "all": Latest(3)})
-    log.add({"own": 0.2, "all": Latest(5)})
-    log.add({"own": 0.3}, mode="train")
-    assert found == {"train": {"own": [0.3]}, "eval": {"own": [0.1, 0.2], "all": [5]}}
-    log.read()
-    assert found["eval"]["mean"] == [2.0] and not found["train"]["mean"]
-    log.replace_last("own", 0.4)
-    assert found["eval"]["own"] == [0.1, 0.4]
-    log.replace_last("all", None)
-    assert "all" not in found["eval"]
+def test_numbers_of_all_ranks_are_not_gathered():
+    log = log_of(n_ranks=3, is_training=False)
+    log.add({"mean": nan_mean(torch.tensor([2.0])), "own": average(0.1), "all": latest(3), "events": event_count(2)})
+    log.add({"own": average(0.2), "all": latest(5), "events": event_count(1)})
+    log.add({"own": average(0.3)}, mode="train")
+    assert log.pop("train") == {"own": pytest.approx(0.3)}
+    assert log.pop("eval") == {"mean": 2.0, "own": pytest.approx(0.15), "all": 5.0, "events": 3.0}
+    assert log.pop("eval") == {}
 
 
 def test_ranks_combine():
@@ -62,32 +67,93 @@ def test_ranks_combine():
             "completions": token_mean(part[:, :1], valid),
             "low": smallest(means),
             "high": largest(means),
-            "rank": rank_mean(means.nanmean()),
-            "running": largest(part.max(), merge=max),
+            "mean": nan_mean(means),
+            "weighted": weighted_mean(means.nanmean(), valid.any(1).sum()),
         }
 
     first = of_rank(slice(2))
     second = of_rank(slice(2, 3))
-    found = defaultdict(list, running=[60.0])
 
     def gather(numbers):
         others = torch.cat([metric.numbers.float() for metric in second.values()])
         return torch.cat([numbers, others[None]])
 
+    log = MetricLog(lambda: True, gather)
     for _ in range(2):
-        write(first, gather, found)
-    values = {name: numbers[0] for name, numbers in found.items()}
-    expected = {"tokens": 7 / 3, "completions": 55 / 3, "low": 1.5, "high": 4, "rank": 2.75, "running": 60}
-    assert values == pytest.approx(expected)
-    assert {name: len(numbers) for name, numbers in found.items()} == {**dict.fromkeys(expected, 2), "running": 1}
+        log.add(first)
+    expected = {"tokens": 7 / 3, "completions": 55 / 3, "low": 1.5, "high": 4, "mean": 2.75, "weighted": 2.75}
+    assert log.pop("train") == pytest.approx(expected)
 
 
 def test_nothing_valid_is_not_a_number():
-    nothing = completion_means(torch.ones(2, 3), torch.zeros(2, 3))
-    found = defaultdict(list)
-    write({"low": smallest(nothing), "high": largest(nothing)}, lambda numbers: numbers, found)
-    assert all(math.isnan(value) for (value,) in found.values())
-    write({}, None, found)  # ranks have nothing to wait for
+    nothing = torch.full((2,), math.nan)
+    empty = torch.zeros(2)
+    metrics = {
+        "low": smallest(nothing),
+        "high": largest(nothing),
+        "mean": nan_mean(nothing),
+        "std": deviation(nothing),
+    }
+    assert all(map(math.isnan, values_of(metrics).values()))
+    zeros = {"low": smallest(nothing, or_zero=True), "high": largest(nothing, or_zero=True), "share": share(0, 0)}
+    assert set(values_of(zeros | {"tokens": token_mean(empty, empty)}).values()) == {0.0}
+    assert values_of({"scored": scored_mean(empty, empty)}) == {}
+    assert values_of({}) == {}  # ranks have nothing to wait for
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("sizes", [[7], [1] * 7, [2, 2, 2, 1], [5, 2]])
+def test_values_do_not_depend_on_batches(sizes, n_ranks):
+    generator = torch.Generator().manual_seed(0)
+    values, targets = torch.randn(2, 7, generator=generator, dtype=torch.double) + 100
+    values[3] = math.nan
+    log = MetricLog(lambda: True, lambda numbers: torch.cat([numbers, torch.zeros_like(numbers)][:n_ranks]))
+    for part, target in zip(values.split(sizes), targets.split(sizes), strict=True):
+        log.add(
+            {
+                "mean": nan_mean(part),
+                "std": deviation(part),
+                "std_0": deviation(part, correction=0),
+                "explained": explained(target - 100, target),
+                "largest": largest(part, is_of_all_ranks=True),
+            }
+        )
+    valid = values[~values.isnan()]
+    expected = {"mean": valid.mean(), "std": valid.std(), "std_0": valid.std(correction=0), "largest": valid.max()}
+    found = log.pop("train")
+    assert found.pop("explained") == pytest.approx(0, abs=1e-12)  # the errors vary as much as the targets
+    assert found == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-6)
+
+
+def test_equal_values_have_no_deviation():
+    log = log_of()
+    for n in (3, 1, 5):
+        log.add({"std": deviation(torch.full((n,), 0.1))})
+    assert log.pop("train") == {"std": 0.0}
+
+
+def test_a_checkpoint_holds_what_is_not_logged_yet():
+    metrics = {"std": deviation(torch.tensor([1.0, 4.0])), "high": largest(torch.tensor([2.0])), "lr": average(0.1)}
+    more = {"std": deviation(torch.tensor([7.0])), "lr": average(0.3)}
+    whole = log_of()
+    resumed = log_of()
+    whole.add(metrics)
+    resumed.load_state_dict(whole.state_dict())
+    for log in (whole, resumed):
+        log.add(more)
+    assert whole.pop("train") == resumed.pop("train") == {"std": 3.0, "high": 2.0, "lr": pytest.approx(0.2)}
+    resumed.load_state_dict({"lr": [0.1, 0.2]})  # of an earlier version
+    assert resumed.pop("train") == {"lr": pytest.approx(0.15)}
+
+
+def test_each_kind_is_written():
+    """By the functions that make metrics, or as two means."""
+    numbers = torch.tensor([1.0])
+    made = [share(1, 1), event_count(1), latest(1), average(1), explained(numbers, numbers)]
+    for function in (largest, smallest):
+        made += [function(numbers), function(numbers, or_zero=True)]
+    made += [deviation(numbers, correction) for correction in (0, 1)]
+    assert {metric.kind for metric in made} | {"difference"} == {*KINDS}
 
 
 def test_window_sums_micro_batches_and_ranks():
@@ -142,25 +208,6 @@ def test_loss_of_a_micro_batch_gathers_once(monkeypatch, trainer_class, options,
 
 
 # Means over the rows of an evaluation
-
-
-def test_batches_of_an_evaluation_count_by_their_rows():
-    found = defaultdict(list, largest=[7.0], fixed=[3.0])
-    means = EvaluationMeans(found, Accelerator(cpu=True))
-    batches = [(2, 1.5, 1.0, math.nan), (2, 6.0, 4.0, 2.0), (1, 16.0, 9.0, 5.0)]
-    for _ in range(2):  # a second evaluation doesn't see the first one's rows
-        for n, value, answered, sometimes in batches:
-            means.n_rows = n
-            means.counts = {"answered": 1.0}
-            for name, number in (("row", value), ("answered", answered), ("sometimes", sometimes)):
-                found[name].append(number)
-            found["largest"] = [max(7.0, *found["largest"])]  # merged by the metric itself
-            means.on_prediction_step(*[None] * 3)
-        expected = {"row": 6.2, "answered": 14 / 3, "sometimes": 3.0, "largest": 7.0, "fixed": 3.0}
-        assert {name: pytest.approx([value]) for name, value in expected.items()} == found
-        found.clear()
-        means.on_evaluate(*[None] * 3)
-        found |= {"largest": [7.0], "fixed": [3.0]}
 
 
 def by_value(completion_ids, value, **kwargs):

@@ -15,6 +15,7 @@ from trl_multimodal_rft.algorithms.losses import (
     grpo_loss,
     rloo_loss,
 )
+from trl_multimodal_rft.algorithms.metrics import KINDS
 from trl_multimodal_rft.algorithms.signal import CAUSES, causes_by_reward, signal_metrics
 
 
@@ -48,7 +49,7 @@ def drawn(seed: int = 0) -> LossInputs:
 
 def shares(metrics: dict) -> dict[str, float]:
     return {
-        name.removeprefix("signal/"): metric.combine(metric.numbers[None].double()).item()
+        name.removeprefix("signal/"): KINDS[metric.kind].value(metric.numbers.double()).item()
         for name, metric in metrics.items()
         if name.startswith("signal/")
     }

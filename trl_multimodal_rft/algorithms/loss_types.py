@@ -56,10 +56,12 @@ class LossInputs:
         """The mask of the tokens that the update forwards, `(B, T)`."""
         return self.mask if self.scored is None else self.scored
 
-    @property
-    def is_forwarded(self) -> torch.Tensor:
-        """Whether the update forwards a completion, `(B, 1)`."""
-        return self.scored_tokens.any(1, keepdim=True) | ~self.mask.any(1, keepdim=True)
+    def mean_of_scored(self, values: torch.Tensor) -> Metric:
+        """Returns the metric of the mean of values `(B, T)` or `(B, 1)` over what the update forwards."""
+        if values.size(1) > 1:
+            return token_mean(values, self.scored_tokens)
+        is_forwarded = self.scored_tokens.any(1, keepdim=True) | ~self.mask.any(1, keepdim=True)
+        return token_mean(values, is_forwarded)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ KINDS = {
     "smallest_or_zero": Kind(lambda n: torch.where(n[0].isneginf(), 0, -n[0]), _largest),
     # Of moments, see `_moments`
     "deviation_0": Kind(lambda n: (n[1] / n[2]).sqrt(), _join_moments),
-    "deviation_1": Kind(lambda n: (n[1] / (n[2] - 1)).sqrt(), _join_moments),
+    "deviation_1": Kind(lambda n: (n[1] / (n[2] - 1).clamp(min=0)).sqrt(), _join_moments),
     # Of the moments of errors and of returns
     "explained_variance": Kind(
         lambda n: torch.where(n[4] > 0, 1 - n[1] / n[4], torch.nan),

@@ -103,7 +103,7 @@ def vespo_loss(inputs: LossInputs, options: LossOptions) -> LossOutput:
         rate = torch.where(advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
         weight = (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     loss = -weight * advantages * inputs.logps * inputs.weights * off_policy_mask(inputs, options)
-    return LossOutput(loss, {"vespo/phi_seq_mean": token_mean(weight, inputs.is_forwarded)})
+    return LossOutput(loss, {"vespo/phi_seq_mean": inputs.mean_of_scored(weight)})
 
 
 @policy_loss("cpgd")

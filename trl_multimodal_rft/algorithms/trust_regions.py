@@ -21,7 +21,6 @@ from .loss_types import (
     policy_loss,
     ppo_loss,
 )
-from .metrics import token_mean
 from .returns import cumulative_returns
 
 
@@ -252,5 +251,5 @@ def fipo_loss(
     is_unsafe = (per_token(inputs.advantages) < 0) & (ratio.detach() > safety_threshold)
     weights = torch.where(is_unsafe, weights.clamp(0.8, 1.0), weights)
     loss, metrics = ppo_loss(ratio, inputs, options)
-    metrics["fipo/influence_weight_mean"] = token_mean(weights, inputs.scored_tokens)
+    metrics["fipo/influence_weight_mean"] = inputs.mean_of_scored(weights)
     return LossOutput(loss * weights, metrics)
