@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 from engine_lists import PARTS, engines_of
+from evaluation.test_metric_sums import BY_BATCH
 from launcher import Run
 
 
@@ -587,6 +588,19 @@ def test_states_leave_the_device_while_the_model_samples(two, engine, scenario):
         assert plain[2]["optimizer"] > 0
         assert (plain[2]["reference"] > 0) == (scenario != "offloaded_adapter")
         assert (plain[2]["copies"] > 0) == engine.startswith("zero")
+
+
+# Evaluation
+
+
+@on(["ddp"], "metric_sums")
+def test_metrics_of_an_evaluation_do_not_depend_on_ranks(two, one):
+    """Seven rows in batches of one and of two, which ranks can't share evenly."""
+    for rank in two:
+        for evaluation, expected in one[0].items():
+            excepted = BY_BATCH.get(evaluation.split()[0], set())
+            for name in expected.keys() - excepted:
+                assert rank[evaluation][name] == pytest.approx(expected[name], rel=2e-5, abs=2e-6), (evaluation, name)
 
 
 # Supervised training

@@ -14,6 +14,7 @@ import distillation_scenarios
 import dpo_scenarios
 import grpo_scenarios
 import lightrft_scenarios
+import metric_scenarios
 import mixed_scenarios
 import offload_scenarios
 import parts_scenarios
@@ -37,6 +38,7 @@ MODULES = [
     offload_scenarios,
     distillation_scenarios,
     lightrft_scenarios,
+    metric_scenarios,
 ]
 
 
