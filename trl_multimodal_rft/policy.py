@@ -22,12 +22,12 @@ from .encoding.dummies import dummy_prompt
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import family_of
 from .forward.attention import attention_obstacle
-from .forward.features import leaves_of_graph
+from .forward.encoders import leaves_of_graph
 from .forward.layout import States, packed_length
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import split_by_tokens
-from .forward.prompts import split_samples
+from .forward.prompt_groups import split_samples
 from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens

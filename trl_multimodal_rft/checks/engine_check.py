@@ -11,7 +11,7 @@ from torch import nn
 
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..models.modes import measurement_mode
 from ..models.wrapped import computing_dtype

@@ -18,7 +18,7 @@ from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
-from ..forward.features import to_model
+from ..forward.encoders import to_model
 from ..forward.logprobs import takes_logits_to_keep
 from ..forward.scores import ScoreRequest
 from ..models.wrapped import computing_dtype
@@ -115,7 +115,7 @@ class Measure:
         """
         Returns the policy's log-probabilities `(P * B, N)` of the same `B` completions of up to `N` tokens after each
         of `P` prompts, prompt by prompt. `isolate` tells which prompts get separate forwards, see
-        [`~forward.prompts.split_samples`]. `model` defaults to the model as the accelerator prepared it.
+        [`~forward.prompt_groups.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
         row_prompts = []

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..modalities import MODALITIES
 from ..models.modes import measurement_mode

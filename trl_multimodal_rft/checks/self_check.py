@@ -20,9 +20,9 @@ from transformers.utils import ModelOutput
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
-from ..engines.decoding import STEPS, up_to_first_end
+from ..engines.token_loop import STEPS, up_to_first_end
 from ..forward.attention import original_attention
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..models.modes import measurement_mode
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced

@@ -20,14 +20,14 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import takes_layouts
-from ..forward.decoding import ROOM, CompletionLayer, share_prompts
-from ..forward.features import encode_once, frozen_features, media_inputs
+from ..forward.encoders import encode_once, frozen_features, media_inputs
 from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forwarded
-from ..forward.prompts import group_by_prompt, left_pad, split_samples
+from ..forward.prompt_groups import group_by_prompt, left_pad, split_samples
+from ..forward.shared_cache import ROOM, CompletionLayer, share_prompts
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .decoding import GraphedStep, TokenStep, decode, runner_on, supports_decode, up_to_first_end
+from .token_loop import GraphedStep, TokenStep, decode, runner_on, supports_decode, up_to_first_end
 
 
 # Cache layers without keys; older versions of transformers lack the second class
@@ -209,8 +209,8 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    The model's own forward prefills each unique prompt once, and [`~engines.decoding.decode`] samples completions. For
-    example, the prompts A, A, B and B are prefilled as the rows A and B, and sampled from the rows 0, 0, 1 and 1.
+    The model's own forward prefills each unique prompt once, and [`~engines.token_loop.decode`] samples completions.
+    For example, the prompts A, A, B and B are prefilled as the rows A and B, and sampled from the rows 0, 0, 1 and 1.
     An earlier forward prefills common prefixes of prompts ([`~forward.trees.Node`]) if that saves tokens, unless ranks
     need each other's forwards (`ranks_in_step`). Without `shared_prefill`, or if the model or the options don't allow
     `decode`, `generate` gets each prompt once per completion.

@@ -20,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..families import family_of
 from ..models.wrapped import replaced
 from . import kernels
-from .decoding import Decoding
-from .features import install_encoder_attention, original_encoders
+from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
 from .layout import PrefixLayout
 from .masks import sharing_obstacle
+from .shared_cache import Decoding
 from .states import gather_copies, install_prefix_states
 
 
@@ -50,7 +50,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     The decoder's attention function takes a [`PrefixLayout`] or a [`Decoding`] as the keyword argument `prefix_layout`
     of the forward. Layers that carry a state from token to token, such as linear attention, take a layout, too
     ([`~forward.states.install_prefix_states`]). Without the argument, results are the same as before. Encoders get a
-    faster attention with the same results ([`~forward.features.install_encoder_attention`]).
+    faster attention with the same results ([`~forward.encoders.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):

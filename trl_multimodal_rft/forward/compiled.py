@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .decoding import Decoding
 from .layout import PrefixLayout
+from .shared_cache import Decoding
 from .states import install_prefix_states
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from ..algorithms.spans import span_divergence
+from ..algorithms.span_divergence import span_divergence
 from .autograd import Context
 from .head import HeadRule, fused_scores, gather_weights
 
@@ -72,7 +72,7 @@ class Target:
 
 @dataclass(frozen=True)
 class SpanTarget:
-    """A teacher's log-probabilities of spans of the sampled tokens, for [`~algorithms.spans.span_divergence`]."""
+    """A teacher's log-probabilities of spans of tokens, for [`~algorithms.span_divergence.span_divergence`]."""
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare, which are in spans
     student_rule: HeadRule

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from .layer_masks import Causal, LayerMask, span_mask
-from .prompts import group_by_prompt, to_device, with_equal_dims
+from .prompt_groups import group_by_prompt, to_device, with_equal_dims
 from .trees import Node, leaf, walk
 
 

@@ -23,11 +23,11 @@ from ..models.critic import ValueHead
 from ..models.wrapped import hidden_states
 from .attention import decoder_inputs
 from .divergence import divergences, head_of
-from .features import encode_once, frozen_features, media_inputs
+from .encoders import encode_once, frozen_features, media_inputs
 from .head import run_backbone, scores_of_logits
 from .layout import PrefixLayout, States, pack
 from .masks import linear_masks, trees_of
-from .prompts import group_by_prompt, left_pad, split_samples, with_equal_dims
+from .prompt_groups import group_by_prompt, left_pad, split_samples, with_equal_dims
 from .scores import ScoreRequest, Scores, router_statistics
 from .split_groups import without_prompt
 

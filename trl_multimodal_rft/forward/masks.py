@@ -14,7 +14,7 @@ from ..families import family_of
 from ..models.wrapped import replaced
 from ..versions import cache_name
 from .layer_masks import Causal, LayerMask
-from .prompts import group_by_prompt
+from .prompt_groups import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
 from .trees import Node, prompt_trees
 

@@ -9,7 +9,7 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from .layout import packed_length
-from .prompts import group_by_prompt
+from .prompt_groups import group_by_prompt
 from .trees import prompt_trees
 
 

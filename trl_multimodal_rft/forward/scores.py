@@ -18,7 +18,7 @@ from ..models.critic import Critic, ValueHead
 from .divergence import SpanTarget, Target, Targets
 from .layout import States
 from .masks import linear_masks
-from .prompts import rows_of, to_device
+from .prompt_groups import rows_of, to_device
 
 
 @dataclass(eq=False)
@@ -133,9 +133,9 @@ class ScoreRequest:
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Prompts that get separate forwards: `"media"` separates prompts whose media would give other features if
-            they were encoded together, see [`~forward.prompts.split_samples`]; `"prompt"` separates all prompts; by
-            default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus forwards
-            have weight 0.
+            they were encoded together, see [`~forward.prompt_groups.split_samples`]; `"prompt"` separates all of them;
+            by default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus
+            forwards have weight 0.
         logits_temperature (`float`, *optional*):
             Temperature of log-probabilities that are computed from the model's logits, which are then in memory for
             all tokens. By default, the fused head computes them. The next two options need a temperature.

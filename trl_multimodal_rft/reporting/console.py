@@ -31,7 +31,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from ..data.reading.decoding import load_image, read_audio
-from ..data.reading.files import evenly_spaced_frames
+from ..data.reading.media_files import evenly_spaced_frames
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids

@@ -24,7 +24,7 @@ from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.reading.decoding import load_image, read_audio, require_module
-from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
+from ..data.reading.media_files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.columns import TOOL_PREFIX, as_text
 from ..data.rows.names import MEDIA_COLUMNS

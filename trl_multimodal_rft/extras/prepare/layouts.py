@@ -29,7 +29,7 @@ from ...data.rows.values import file_modality
 from ...modalities import MODALITIES
 from ...rewards.letters import without_letters
 from .benchmarks import PROBLEM_TEMPLATE
-from .conversations import conversation, preference_pair, source_of
+from .foreign_rows import conversation, preference_pair, source_of
 
 
 # The prompt of [`load_avqa_r1`]

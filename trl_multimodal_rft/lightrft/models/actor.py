@@ -22,10 +22,10 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import TOKEN_FIELDS, family_of, modality_of
 from ...forward.attention import install_prefix_attention
-from ...forward.features import to_model
+from ...forward.encoders import to_model
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
-from ...forward.prompts import split_samples
+from ...forward.prompt_groups import split_samples
 from ...models.modes import checkpoint_activations, evaluation_mode
 from ...models.parts import count_parts, find_tower, freeze_as_built
 from ...models.pretrained import load_model

@@ -27,7 +27,7 @@ from ...models.parts import freeze_as_built
 from ...models.pretrained import load_model, policy_class, require_all_weights, trained_part
 from ...models.wrapped import replaced
 from ...policy import training_obstacle
-from .arguments import mapping
+from .argument_checks import mapping
 from .configs import TrainerConfig
 from .setup import NO_NAME
 from .signatures import Adapter, Processor

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, get_scheduler
 from ...models.modes import disable_unsupported_checkpointing
 from ...models.parts import check_trainable, freeze, match_keys
 from ...models.wrapped import unwrapped
-from .arguments import mapping
+from .argument_checks import mapping
 from .configs import TrainerConfig
 
 

@@ -15,7 +15,7 @@ from ...encoding.processors import tokenizer_of
 from ...families import family_of_processor
 from ...models.modes import ignore_deprecated_names
 from ...policy import check_one_run
-from .arguments import check_instances, check_output_dir, check_parallelism
+from .argument_checks import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, needs_reference, options_that_exclude_tokens
 from .signatures import Adapter, Model
 

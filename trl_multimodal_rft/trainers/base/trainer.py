@@ -45,7 +45,7 @@ from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_with
 from ..checkpoints.lock import holding_lock
 from ..checkpoints.shards import saving_whole_weights, writes_shards
 from ..checkpoints.whole_step import WholeSteps
-from .arguments import check_keywords
+from .argument_checks import check_keywords
 from .finite import check_weights, skip_broken_update
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
 from .signals import EndOnSignal

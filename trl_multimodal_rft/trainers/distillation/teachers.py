@@ -48,7 +48,8 @@ from ..sampling.offload import HostMemory, storages, weights
 from ..sampling.prompting import Prompting
 from ..sampling.scoring import Scoring
 from .conflicts import conflicts_of_other_tokens
-from .loading import (
+from .span_scores import aligned_metrics, aligner, has_aligned, span_scores, taught_mask
+from .teacher_loading import (
     TeachersByName,
     divergence_head_rule,
     label,
@@ -56,7 +57,6 @@ from .loading import (
     same_tokens,
     server_teacher,
 )
-from .spans import aligned_metrics, aligner, has_aligned, span_scores, taught_mask
 
 
 logger = get_logger(__name__)

@@ -50,7 +50,7 @@ from ...rollout.estimates import Estimates
 from ...rollout.ranks import gather_rows, local_rows
 from ...rollout.rollout import Rewards, Rollout, Values
 from ...rollout.score import score_values
-from ..base.arguments import check_arguments
+from ..base.argument_checks import check_arguments
 from ..base.dataset_checks import warn_of_unread_media
 from ..base.ema import MovingAverage
 from ..base.optimizer import freeze_parts, mark_group_parts, two_schedules

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from ...algorithms.metrics import Latest
 from ...checks.run_checks import Checks
-from ...checks.sequences import check_pairs
+from ...checks.sequence_check import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
 from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
 from ...data.rows.features import holds_files
@@ -28,7 +28,7 @@ from ...encoding.processors import tokenizer_of
 from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
-from ...forward.features import install_encoder_attention
+from ...forward.encoders import install_encoder_attention
 from ...forward.head import add_fused_head
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import Scores
@@ -40,7 +40,7 @@ from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.row_pass import ReadRow
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
-from ..base.arguments import check_arguments
+from ..base.argument_checks import check_arguments
 from ..base.dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
 from ..base.loading import Models, load_parts
 from ..base.logs import EvaluationMeans, ReadMetrics

@@ -19,7 +19,7 @@ from ...engines.vllm_client import on_all_ranks, server_features
 from ...engines.vllm_prompts import EnginePrompts
 from ...engines.vllm_requests import ServerSample
 from ...engines.vllm_servers import Servers
-from ...rollout.completions import with_completions
+from ...rollout.completion_columns import with_completions
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Flight, Prompted, Rollout
 from ...rollout.turns import with_one_turn

@@ -11,7 +11,7 @@ from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import Drawn, Prompted
 from ...rollout.turns import with_one_turn
 from ...rollout.view_prompts import view_prompts
-from ...views.options import as_schedule, last_of_groups
+from ...views.view_options import as_schedule, last_of_groups
 from ...views.views import View
 from .context import Context
 

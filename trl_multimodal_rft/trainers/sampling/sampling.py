@@ -17,15 +17,15 @@ from ...checks.self_check import RunSettings
 from ...data.rows.features import restore_media
 from ...encoding.processors import Processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ...engines.decoding import up_to_first_end
 from ...engines.in_flight import InFlight
 from ...engines.samplers import Sampler, Samples, TransformersSampler
+from ...engines.token_loop import up_to_first_end
 from ...engines.transformers import Branches, sample_completions
 from ...engines.vllm_servers import Servers
 from ...forward.scores import split_lengths
 from ...models.wrapped import computing_dtype
 from ...policy import Fallbacks
-from ...rollout.completions import Ends, take_custom_rollout, with_completions
+from ...rollout.completion_columns import Ends, take_custom_rollout, with_completions
 from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Prompted, Rollout

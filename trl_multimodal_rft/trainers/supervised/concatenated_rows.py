@@ -16,7 +16,7 @@ from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
 from ...versions import PACKAGE, installed_versions
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 

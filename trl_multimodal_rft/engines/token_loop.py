@@ -30,8 +30,8 @@ from transformers.generation import (
 from ..families import family_of
 from ..forward import kernels
 from ..forward.attention import decoder_inputs
-from ..forward.decoding import Decoding, set_lengths
 from ..forward.masks import KV_CACHE, POINTWISE_LAYERS
+from ..forward.shared_cache import Decoding, set_lengths
 
 
 logger = logging.getLogger(__name__)
@@ -284,17 +284,17 @@ def decode(
             see [`supports_decode`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
-        layout ([`~forward.decoding.Decoding`], *optional*):
+        layout ([`~forward.shared_cache.Decoding`], *optional*):
             Layout of a cache in which completions share their prompts.
         keeps_cache (`bool`, *optional*):
             Whether the caller needs the cache afterwards. It then holds all tokens except the last.
         ranks_in_step (`bool`, *optional*):
             Whether ranks need each other's forwards. If so, all ranks run forwards until the completions of all ranks
             have ended.
-        runner ([`~engines.decoding.TokenStep`], *optional*):
+        runner ([`~engines.token_loop.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
         casts_weights_once (`bool`, *optional*):
-            Whether autocast casts weights once, see [`~engines.decoding.weights_cast_once`].
+            Whether autocast casts weights once, see [`~engines.token_loop.weights_cast_once`].
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a

@@ -34,7 +34,7 @@ from ..models.parts import adapter_layers, find_towers
 from ..models.wrapped import replaced
 from . import kernels
 from .kernels import AttentionOptions
-from .prompts import to_device
+from .prompt_groups import to_device
 
 
 # "flash" in the name makes attention layers pass whole rows and the cumulative lengths of their sequences
