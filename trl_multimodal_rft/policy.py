@@ -31,9 +31,9 @@ from .forward.prompt_groups import split_samples
 from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
-from .modalities import MODALITIES
+from .modalities import ENCODER_OF, MODALITIES
 from .models.critic import Critic, ValueHead
-from .models.parts import CRITIC, find_towers, named_parts
+from .models.parts import CRITIC, TOWERS, find_towers, named_parts
 from .models.wrapped import is_unsharded, unwrapped
 
 
@@ -273,7 +273,7 @@ def modalities_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
     """Returns the modalities whose media go through trained weights before they reach the language model."""
-    modalities = {modality for modality in ("image", "audio") if modality in policy.input_modalities}
+    modalities = {modality for modality in TOWERS if modality in policy.input_modalities}
     trained = set()
     for model in module.modules():  # finds the policy, and a critic, which has the policy's class
         if type(model) is not type(policy):
@@ -292,8 +292,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 
 def _encoders(modalities: set[str]) -> set[str]:
-    """Returns the encoders of modalities: images and videos share one, `image`."""
-    return {"image" if modality == "video" else modality for modality in modalities}
+    return {ENCODER_OF[modality] for modality in modalities}
 
 
 @dataclass

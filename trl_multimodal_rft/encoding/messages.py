@@ -19,6 +19,7 @@ from ..data.rows.rendered import NO_MARKS, TemplateMarks
 from ..data.rows.thoughts import is_part_of_tag, opened_thought
 from ..data.rows.values import block_modality
 from ..families import family_of_processor
+from ..modalities import ENCODER_OF
 from .media import check_has_frames
 from .processors import Processor, control_tokens, tokenizer_of
 
@@ -257,7 +258,7 @@ def check_placeholders(
     present_ids = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token
-        ids = placeholders[ref.modality] | (placeholders["image"] if ref.modality == "video" else set())
+        ids = placeholders[ref.modality] | placeholders[ENCODER_OF[ref.modality]]
         if not media or not ids & present_ids:
             raise ref.error(
                 f"the chat template wrote no placeholder for this {ref.modality}, so the model would not get it; use "

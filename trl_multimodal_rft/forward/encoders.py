@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..encoding.media import cat_padded, join_tensors
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from ..modalities import MODALITIES
+from ..modalities import ENCODER_OF, MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers, find_towers
 from ..models.wrapped import replaced
@@ -408,7 +408,7 @@ def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> 
         tower_modules = {*tower.modules()}
         # The frozen module is a part of the tower, or the tower is a part of the frozen module
         if any(module in tower_modules or tower in module.modules() for module in modules):
-            modalities |= {modality, "video"} if modality == "image" else {modality}
+            modalities |= {read for read in MODALITIES if ENCODER_OF[read] == modality}
     return modalities
 
 

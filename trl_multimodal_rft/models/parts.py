@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 CRITIC = "critic"
+TOWERS = {"image": "vision_tower", "audio": "audio_tower"}  # parts by modality; videos pass the tower of images
 
 # First letters of `init_lora_weights` that takes an adapter's start out of the weights of the base model
 _STARTS_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -63,7 +64,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 def find_towers(model: PreTrainedModel) -> dict[str, str]:
     """Returns the dotted names of a model's encoders by modality. Modalities without a known encoder are left out."""
     towers = {}
-    for modality in ("image", "audio"):
+    for modality in TOWERS:
         with suppress(ValueError):
             if modality in model.input_modalities:
                 towers[modality] = find_tower(model, modality)
@@ -129,8 +130,7 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
         for part, pattern in _ENCODERS.items():
             if not is_inside and pattern.fullmatch(name.rpartition(".")[2]):
                 towers[name] = part
-    part_names = {"image": "vision_tower", "audio": "audio_tower"}
-    towers |= {tower: part_names[modality] for modality, tower in find_towers(model).items()}
+    towers |= {tower: TOWERS[modality] for modality, tower in find_towers(model).items()}
     for tower, part in towers.items():
         module = model.get_submodule(tower)
         for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:

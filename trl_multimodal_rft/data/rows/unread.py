@@ -26,7 +26,7 @@ from .values import block_modality, holds_several_media, is_empty, may_be_senten
 _N_ROWS = 16
 _N_PARSED = 1000
 
-_MODALITIES_BY_FEATURE = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
+_MODALITIES_BY_FEATURE = {modality.title(): modality for modality in MODALITIES} | {"Pdf": "PDF"}
 
 # Words in column names that show the modality of media, if the media themselves don't
 _MODALITY_WORDS = {
