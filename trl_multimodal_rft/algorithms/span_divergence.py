@@ -5,30 +5,10 @@ import torch
 
 
 def span_divergence(logps: torch.Tensor, teacher_logps: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    r"""
-    Estimates the reverse KL divergence of a student from a teacher on spans of sampled tokens, in nats.
-
-    A span $s$ is a text that begins and ends where tokens of both tokenizers do, as in TRL's
-    [GOLD](https://huggingface.co/docs/trl/gold_trainer). Its difference is
-
-    $$d_s = \sum_{t \in s} \log \pi(y_t) - \sum_{u \in s} \log \pi_T(z_u),$$
-
-    where the student's tokens $y$ were sampled, and the teacher's tokens $z$ spell the same text. Each of the $n_s$
-    tokens of the student has the value $d_s / n_s$ and the gradient $d_s \nabla \log \pi(y_t)$. So the values of a
-    completion add up to the differences of its spans, and their mean over samples of the student has the gradient of
-    the spans' divergence. With spans of one token each, that is the divergence of tokens, estimated by the sampled
-    ones.
-
-    Args:
-        logps (`torch.Tensor`):
-            Log-probabilities of the sampled tokens under the student, shape `(B, C)`.
-        teacher_logps (`torch.Tensor`):
-            Log-probability of each token's span under the teacher, shape `(B, C)`.
-        spans (`torch.Tensor`):
-            Index of each token's span in its completion, at most `C - 1`, or -1 in none, shape `(B, C)`.
-
-    Returns:
-        `torch.Tensor`: The divergence, shape `(B, C)`, 0 for tokens in no span.
+    """
+    Estimates the reverse KL divergence, in nats, on spans of text that both tokenizers cut alike, as in TRL's
+    [GOLD](https://huggingface.co/docs/trl/gold_trainer). A token has its span's difference of log-probabilities over
+    its number of tokens, but the gradient of the whole; tokens in no span (-1) have 0. All shapes are `(B, C)`.
     """
     is_aligned = spans >= 0
     index = spans.clamp(min=0)

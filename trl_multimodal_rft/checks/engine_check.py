@@ -193,10 +193,8 @@ def _subset(completions: Completions, rows: list[int]) -> Completions:
 
 def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
     """
-    Returns batch indices of up to `_N_PROBES` completions.
-
-    Completions with tokens come first. Of these, the first completion of each prompt comes before all second ones. Of
-    the first completions, those come first whose prompts have modalities that no earlier prompt has.
+    Returns batch indices of up to `_N_PROBES` completions, those with tokens first: the first completion of each
+    prompt before all second ones, and among them those whose prompts have modalities that no earlier prompt has.
     """
     # By batch index: whether the completion is empty, its position among the prompt's completions (empty ones last),
     # and the number of earlier prompts with the same modalities

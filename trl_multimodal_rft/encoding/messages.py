@@ -175,11 +175,9 @@ def check_written(
     sampled: bool = False,
 ) -> None:
     """
-    Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
-
-    Checks only the messages from `first_index` on, which are those of `column`. Skips the assistant's messages if they
-    are `sampled`, because templates may leave out their thoughts. Renders each message as the last one of a chat,
-    because templates may leave out the thoughts of earlier messages.
+    Raises a [`MediaError`] if the chat template silently leaves out a part of a message from `first_index` on. Renders
+    each message as the last one of a chat, as templates may leave out earlier thoughts, and skips the assistant's if
+    they are `sampled`.
     """
 
     def render(chat: list[dict[str, Any]]) -> str | None:

@@ -66,11 +66,8 @@ class TokenStep:
 
 class GraphedStep(TokenStep):
     """
-    Runner that captures a decoding step, and replays it from then on.
-
-    The first step after a [`reset`] runs eagerly, since kernels are compiled and tuned by their first call. If the
-    capture fails, for example because a step synchronizes with the host, all steps run eagerly, and `obstacle` has the
-    reason. Subclasses capture and replay on one type of device.
+    Runner that captures a decoding step, and replays it. The first step after a [`reset`] runs eagerly, since the
+    first call of kernels compiles and tunes them. If the capture fails, all steps do, and `obstacle` has the reason.
     """
 
     def __init__(self, device: torch.device):
@@ -196,11 +193,9 @@ def runner_on(device: torch.device) -> TokenStep:
 @contextmanager
 def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     """
-    Makes autocast cast each weight of the decoder and of the head only once within the context.
-
-    Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Don't
-    compute gradients within the context. Has no effect if no weight is in float32, or if the casts, of 2 bytes per
-    weight, would fill more than half of the free memory.
+    Makes autocast cast each weight of the decoder and the head only once within the context, as it otherwise forgets
+    casts and casts frozen weights for each operation. Only without gradients; no effect without float32 weights, or if
+    the casts would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
     parameters = [*model.get_decoder().parameters()]
@@ -338,11 +333,9 @@ def decode(
 
 class TokenLoop:
     """
-    Samples completions token by token, see [`decode`]. Without `layout`, each completion has a row of the cache.
-
-    Columns of `ids` `(B, stop)`: prompts end at `start`, sampled tokens at `n`, and tokens that were checked for ends
-    at `n_checked`. `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is
-    the maximum number of completions of a prompt that haven't ended.
+    Samples completions token by token, see [`decode`]. Columns of `ids` `(B, stop)`: prompts end at `start`, sampled
+    tokens at `n`, those checked for ends at `n_checked`. `rows` are the completions still in the batch (`None`: all),
+    `n_left` the most of a prompt that haven't ended.
     """
 
     def __init__(

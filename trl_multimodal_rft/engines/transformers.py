@@ -82,11 +82,8 @@ class Branches:
 
     def take(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> Past | None:
         """
-        Removes the cache, and returns it with its mask and the suffixes of prompts, which must still be prefilled.
-        Returns `None` if the cache can't be used. From the second turn on, `obstacle` then has the reason.
-
-        For example, the cache holds a prompt of 3 tokens and 3 of its 4 sampled tokens. With a result of 5 tokens, the
-        next prompt has 12 tokens, and its suffix is the last 6.
+        Removes the cache, and returns it with its mask and the suffixes of prompts still to be prefilled. `None` if it
+        can't be used; from the second turn on, `obstacle` then has the reason.
         """
         stored = self._stored
         self._stored = None
@@ -347,11 +344,8 @@ def _decode_prefilled(
 
 def _prefill_prefixes(forwards: PromptForwards, prompts: Sequence[EncodedPrompt]) -> Past | None:
     """
-    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
-    of prompts. Returns `None` if that would save few tokens, or if a prefix could end within media.
-
-    For example, prompts of 8 and 7 tokens have the first 5 in common. The prefix row has 5 tokens, and the 2 suffix
-    rows have 3, with padding, so 11 tokens are forwarded in place of 16.
+    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, its mask, and the suffixes of
+    prompts, or `None` if that would save few tokens, or if a prefix could end within media.
     """
     trees = trees_of(forwards.unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):  # no two prompts have a common prefix

@@ -233,19 +233,7 @@ def reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[floa
 
 
 class Comparison:
-    """
-    Runs of the two trainers.
-
-    Args:
-        args (`argparse.Namespace`):
-            Options of the command.
-        rows (`Dataset`):
-            Rows of the steps.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's processor, or a tokenizer for text.
-        folder (`str`):
-            Folder for files of the trainers.
-    """
+    """Runs of the two trainers on the same rows; `folder` is for the trainers' files."""
 
     def __init__(
         self, args: argparse.Namespace, rows: Dataset, processor: ProcessorMixin | PreTrainedTokenizerBase, folder: str

@@ -62,13 +62,9 @@ MASK_ALIGNMENT = 16
 @dataclass(eq=False)
 class PrefixBlock:
     """
-    `N` prompts of similar length and their `M` branches. Attention takes two calls: the prompts, then the branches.
-
-    A common start of prompts counts as a prompt, and the remainders as its branches. Another block holds the
-    completions after a remainder, with an empty `prompt_index`, since the block of the common start computes the
-    remainder. Indices are positions in the packed row, padded on the right by repeats of the last position. The row in
-    the module's example has one block: `prompt_index` `[[0, 1, 2]]`, `branch_index` `[[3, 4], [5, 5]]`, `key_index`
-    `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
+    `N` prompts of similar length, or common starts of prompts, and their `M` branches, which take two calls of
+    attention. Indices are positions in the packed row, padded on the right by repeats: `prompt_index` `[[0, 1, 2]]`,
+    `branch_index` `[[3, 4], [5, 5]]`, `key_index` `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if this block computes branches alone
@@ -90,11 +86,9 @@ class PrefixBlock:
 @dataclass(eq=False)
 class StateLayout:
     """
-    A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches. A branch starts from the last state of its prompt in the first batch.
-
-    Indices are positions in the packed row. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index`
-    `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of a copy.
+    A packed row as two batches, for layers that carry a state: `N` prompts without their last token, from whose states
+    `M` branches start. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index` `[[3, 4], [5, 5]]`,
+    `restore_index` `[0, 1, 2, 2, 3, 4]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
@@ -377,10 +371,8 @@ class PrefixLayout:
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         """
-        Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks.
-
-        With a window of 4 and a lookahead of 0, queries 0 to 3 of a chunk attend to keys -3 to 3 relative to the
-        chunk.
+        Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long. With a window of 4
+        and a lookahead of 0, queries 0 to 3 of a chunk see keys -3 to 3 relative to it.
         """
         causal_masks = [
             (mask.window, mask.lookahead, mask.prompt)
@@ -627,10 +619,8 @@ def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
     Returns the window of the causal text after each prompt, if all have the same, and whether the prompts are causal,
-    too. Returns `None` for other masks, and for different windows.
-
-    transformers creates no mask for a sequence that fits into the window. So a mask without a window agrees with the
-    window of other masks if its sequence fits into this window. `lengths` are the lengths of the masks' sequences.
+    too; otherwise `None`. transformers makes no mask for a sequence that fits into the window, so masks without one
+    agree.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):

@@ -37,15 +37,9 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A KV cache layer of `B` completions with `n` tokens. Another layer, `prompts`, holds the tokens of the prompts.
-
-    Buffers have the shape `(B, heads, size, head_dim)`. The next token is written at index `slot` `(1,)`, which wraps
-    around at the end of an attention window, so that the buffer holds the last tokens. By default, buffers grow as
-    needed, and [`update`] returns the first `n` entries. With a `room`, shapes are static: only [`grow`] enlarges the
-    buffers, and [`update`] returns all entries.
-
-    If `n` is above 0 at the start, prompts have `n` tokens, and a completion's buffer starts with a copy of its
-    prompt. `n` then counts the tokens of the prompt, too, and `prompts` keeps one row of length 0.
+    A KV cache layer of `B` completions with `n` tokens, `(B, heads, size, head_dim)`; the layer `prompts` holds the
+    prompts'. `slot` `(1,)` is where the next token goes, wrapping at a window's end. With a `room`, shapes are static,
+    and only [`grow`] enlarges. With `n` at the start, buffers begin with copies of prompts of `n` tokens.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -263,11 +257,8 @@ def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
 
 def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
     """
-    Turns the KV cache of `N` prompts, in place, into a cache of `n_rows` completions, equally many per prompt, and
-    returns their [`Decoding`].
-
-    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static. Recurrent states of prompts are
-    repeated for each completion.
+    Turns the KV cache of `N` prompts, in place, into one of `n_rows` completions, equally many per prompt, with
+    repeated recurrent states. The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     # Copies are faster for short prompts, and cost nothing if each prompt has one completion

@@ -236,12 +236,9 @@ def as_content(
     are_lists_blocks: bool = False,
 ) -> str | list[dict[str, Any]]:
     """
-    Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
-
-    Media, blocks, and lists of these and of texts are read by [`~data.rows.values.read_value`]. A text is never
-    opened, since it may be the model's own words. If it names a file, a warning says what to return instead, unless
-    the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere and for objects without a text,
-    and with `are_lists_blocks` for a list of anything else.
+    Returns a result as the content of a message: blocks if it has media, see [`~data.rows.values.read_value`], else
+    text. A text is never opened, as it may be the model's own; a warning says so for files, except for
+    `context_texts`. Media elsewhere and objects without a text are a [`MediaError`].
     """
     result = _from_mcp(result)
     is_list = isinstance(result, (list, tuple)) and read_value(result).kind == "parts"
@@ -385,11 +382,9 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(environment_class: type) -> Callable:
     """
-    Returns a reward function that calls `get_reward` of a class, sync or async.
-
-    `get_reward` gets the environment's `completion` if it has this parameter. The function returns `None` for
-    environments of other classes, and for environments that failed. It stores errors of `get_reward` in the argument
-    `failures`, or raises them if `failures` is `None`.
+    Returns a reward function that calls `get_reward` of a class, sync or async, with `completion` if it takes it.
+    `None` for environments that failed or have another class. Errors go into `failures`, or are raised if that is
+    `None`.
     """
     reads_completion = "completion" in inspect.signature(environment_class.get_reward).parameters
 

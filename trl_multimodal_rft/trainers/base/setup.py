@@ -95,11 +95,9 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 
 def check_launch(args: TrainerConfig, model: Model) -> None:
     """
-    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch.
-
-    This is the case if several processes would train separately, if one process runs in place of several, if a process
-    has several GPUs, or if ranks share rows (tensor, context or sequence parallelism). Also raises an error if the
-    DeepSpeed config allows updates with gradients that aren't finite.
+    Raises an error if Accelerate or `Trainer` would silently misread the launch: processes that train separately or
+    stand for several, several GPUs in one, ranks that share rows, or a DeepSpeed config that updates with gradients
+    that aren't finite.
     """
     check_one_run(
         args.world_size,

@@ -128,10 +128,9 @@ class BaseTrainer(Trainer):
 
     def _finish_setup(self) -> None:
         """
-        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals.
-
-        The callback for signals replaces that of transformers, which doesn't wait for the end of the step. Raises a
-        `TypeError` if the trainer lacks an attribute that this class needs.
+        Prepares the model, and adds callbacks that restore state, save, log, and end on signals, in place of
+        transformers', which doesn't wait for the end of the step. Raises a `TypeError` for a missing attribute of the
+        trainer.
         """
         self._checkpoints = Checkpoints(self.args, self.accelerator, self._tag_names[1])
         self._row_pass = RowPass(self.accelerator, self._row_readers)
@@ -301,10 +300,8 @@ class BaseTrainer(Trainer):
 
     def _reload_weights(self, folder: str | Path) -> bool:
         """
-        Loads unsharded weights by `from_pretrained`. Returns whether the weights were loaded.
-
-        `save_pretrained` renames the keys of many multimodal models, and `from_pretrained` knows the new names.
-        `Trainer` would load a state dict by the old names, restore nothing, and only warn
+        Loads unsharded weights by `from_pretrained`, and returns whether it did. `save_pretrained` renames keys of
+        many multimodal models, and `Trainer` would load by the old names, and only warn
         (huggingface/transformers#43701).
         """
         if not is_unsharded(self.accelerator):

@@ -366,10 +366,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _supervised_batch(self) -> ScoreRequest | None:
         """
-        Returns this rank's supervised rows for a micro-batch, or `None` without `ptx_dataset`.
-
-        On 2 ranks with a `batch_size` of 1, the micro-batch with index 3 in the run gets the rows at 6 and 7 of an
-        endless shuffled order.
+        Returns this rank's supervised rows for a micro-batch, in an endless shuffled order of all ranks, or `None`
+        without `ptx_dataset`.
         """
         if self._supervised_rows is None:
             return None

@@ -89,11 +89,9 @@ class CompletionTrainer(BaseTrainer):
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
-        Freezes parts of the model, and sets up the stream of rows and the forward that scores completions.
-
-        Rows keep the `columns`, or all columns if it is `None`. With `packs`, rows are packed if the model and its
-        reference allow it. `outputs` are the outputs of TRL's fused head, none for reward models. `check` compares the
-        first rows with the outputs of the processor from `load_processor`.
+        Freezes parts of the model, and sets up the stream of rows, with `columns` (`None`: all), and the forward that
+        scores them, packed with `packs` if the models allow it. `check` compares the first rows with the processor's
+        outputs.
         """
         self._load_processor = load_processor
         self._evaluation_means = EvaluationMeans(self._metrics["eval"], self.accelerator)
