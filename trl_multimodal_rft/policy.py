@@ -150,14 +150,9 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_other_batch: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that collectives need and this rank's prompts lack.
-
-        All ranks must gather the sharded weights, and reduce the gradients, of the same encoders. If the language
-        model is frozen, a batch of text alone gets dummy prompts, too, since its loss would have no gradient.
-
-        With `with_other_batch`, this rank runs another batch before the same backward pass. The other batch, with its
-        dummy prompts, already reaches all trained encoders. So DDP and a frozen language model need no further dummy
-        prompts, but sharded weights do.
+        Returns dummy prompts of the modalities that collectives need and this rank's prompts lack, as all ranks gather
+        and reduce the same encoders, and for text whose loss would have no gradient. `with_other_batch`, another batch
+        in the same backward pass has its own, so that only sharded weights need more.
         """
         if self.accelerator is None:
             return []

@@ -61,10 +61,8 @@ class EngineCheck:
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
         """
-        Measures a batch after `step` updates. Returns whether there is a new result.
-
-        The batch has `B` completions of up to `C` tokens. `mask` `(B, C)` is 1 on sampled tokens. `sampled` `(B, C)`
-        holds the engine's log-probabilities.
+        Measures a batch after `step` updates, and returns whether there is a new result. `mask` `(B, C)` is 1 on
+        sampled tokens, and `sampled` `(B, C)` holds the engine's log-probabilities.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:

@@ -51,10 +51,9 @@ class Conversation(EncodedPrompt):
 @dataclass(eq=False, kw_only=True)
 class Contexts(EncodedPrompt):
     """
-    A prompt and the contexts that replaced it in the course of one completion, such as contexts with only the last few
-    screenshots. The inherited fields are the first prompt's, except for `modalities`, which is the union of all.
-
-    With `ends=[3, 8]`, the first 3 tokens of the completion follow the first prompt, and the next 5 the second prompt.
+    A prompt and the contexts that replaced it within one completion, such as those with only the last few screenshots,
+    with the `modalities` of all. With `ends=[3, 8]`, the first 3 tokens follow the first prompt, and the next 5 the
+    second.
     """
 
     prompts: list[EncodedPrompt]  # the first prompt, then the contexts that replaced it

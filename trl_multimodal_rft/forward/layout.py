@@ -287,11 +287,9 @@ class PrefixLayout:
         self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, is_causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        Returns the queries, keys and mask of a block's prompts in layers of a type; cached, on the row's device.
-
-        Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Otherwise,
-        `C` is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
-        `(1 or N * C, 1, L, K)`, or `None` if prompts are plain causal and the kernel `is_causal` without a mask.
+        Returns positions of queries `(N * C, L)` and keys `(N * C, K)` of a block's prompts, cached, and an additive
+        mask `(1 or N * C, 1, L, K)`, `None` if plain causal. Prompts much longer than their windows are `C` chunks,
+        which see nearby keys alone; else `C` is 1.
         """
         all_causal = all(masks[layer_type] is None for masks in block.layer_masks)
         if all_causal and is_causal:
@@ -317,12 +315,9 @@ class PrefixLayout:
         self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, heads_per_key: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Returns the queries, keys and mask of a block's branches in layers of a type; cached, on the row's device.
-
-        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. The mask is
-        additive, `(1 or M, 1, L * G, K)`. `heads_per_key` is `G`, the number of query heads that share a key head. Row
-        `l * G + g` of the mask is for query `l` of head `g`. All branches share one mask if their prompts are equally
-        long and plain causal, or if the block has a single prompt.
+        Returns positions of queries `(M, L)` and keys `(M, K)` of a block's branches, cached, without keys that none
+        sees, and an additive mask `(1 or M, 1, L * G, K)`, in which row `l * G + g` is for query `l` of head `g` of
+        the `G = heads_per_key` of a key head.
         """
         n_skipped = block.unseen_keys(layer_type)
         positions = block.branch_index, block.key_index[:, n_skipped:]

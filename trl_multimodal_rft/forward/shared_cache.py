@@ -99,27 +99,16 @@ class CompletionLayer(DynamicLayer):
 
 @dataclass
 class Decoding:
-    """
-    Shared prompts and attention masks of a decoding step, in which each completion gets one token.
+    """Shared prompts and attention masks of a decoding step, in which each completion gets one token."""
 
-    Args:
-        shared (`dict[int, DynamicLayer]`):
-            Cache layers of prompts, by layer index. Each prompt has equally many completions, in consecutive rows.
-        padding (`torch.Tensor`, *optional*):
-            Additive attention mask of the prompts' tokens, `(N, 1, 1, P)`.
-        room (`int`, *optional*):
-            Number of tokens per completion that the cache returns, if shapes are static, otherwise 0.
-        slots (`dict[int | None, torch.Tensor]`, *optional*):
-            Index of the current token in the cache `(1,)`, by attention window of the layers.
-        mask (`torch.Tensor`, *optional*):
-            Additive attention mask of copied prompts and of the completions after them, `(B, 1, 1, K)`.
-    """
-
-    shared: dict[int, DynamicLayer]
-    padding: torch.Tensor | None = None
-    room: int = 0
+    shared: dict[
+        int, DynamicLayer
+    ]  # of prompts, by layer index; each has equally many completions, in consecutive rows
+    padding: torch.Tensor | None = None  # additive mask of the prompts' tokens, (N, 1, 1, P)
+    room: int = 0  # tokens per completion that the cache returns, if shapes are static
+    # Index of the current token in the cache (1,), by attention window of the layers
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # additive, of copied prompts and of the completions after them, (B, 1, 1, K)
 
     # If shapes are static: additive masks of prompts, and of tokens that the cache returns, by attention window
     _masks: dict[int | None, tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict, init=False)
@@ -185,10 +174,9 @@ class Decoding:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """
-        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to completions and prompts.
-
-        The first call is attention to each query's completion, `key` and `value` `(B, key heads, K, head_dim)`. In the
-        second call, all queries of a group attend to their prompt. Both outputs are merged by log-sum-exp.
+        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to their completions, `key`
+        and `value` `(B, key heads, K, head_dim)`, and in a second call of a group's queries to their prompt, merged by
+        log-sum-exp.
         """
         layer_index = cast(int, module.layer_idx)
         if layer_index not in self.shared:  # a layer without keys uses keys of the last layer of its type

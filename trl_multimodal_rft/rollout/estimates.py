@@ -163,11 +163,9 @@ def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
 ) -> Estimates:
     """
-    Returns advantages: rewards that are normalized per function and group, summed by `weights`, and normalized over
-    the batch, as TRL does for `multi_objective_aggregation="normalize_then_sum"`. If each function gives equal rewards
-    within a group, the group's advantages are 0.
-
-    Shapes: `rewards_per_func` `(N, F)`.
+    Returns advantages as TRL's `multi_objective_aggregation="normalize_then_sum"`: `rewards_per_func` `(N, F)`
+    normalized per function and group, summed by `weights`, and normalized over the batch; 0 in groups of equal
+    rewards.
     """
     grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))  # (groups, group_size, F)
     mean = grouped.nanmean(dim=1, keepdim=True)

@@ -261,10 +261,8 @@ class Sampling:
 
     def check_engine(self, rollout: Rollout) -> None:
         """
-        Compares the log-probabilities of an engine with the policy's, if a check is due.
-
-        Raises `RuntimeError` if completions continue after an end of text, or if the loss corrects for the engine and
-        completions lack log-probabilities.
+        Compares an engine's log-probabilities with the policy's, if a check is due. Raises `RuntimeError` if
+        completions go on after an end of text, or lack log-probabilities that the loss corrects by.
         """
         context = self.context
         sampler = self.sampler
