@@ -63,7 +63,7 @@ LabelledMedia = list[tuple[MediaFile, str]]
 class MediaLog:
     """
     A store of the media of logged rows, numbered since the start of the run in TRL's order, by batch, then by process.
-    Media stay undecoded until [`gather`], and as long as TRL keeps the texts. The first row of a prompt has its media.
+    Media stay undecoded until [`gather`], and stay as long as TRL's texts. The first row of a prompt has its media.
     """
 
     def __init__(self, max_rows: int, with_media: bool, accelerator: Accelerator):
