@@ -30,7 +30,7 @@ from pretrained import language_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_multimodal_rft.algorithms.entropy import high_entropy_mask
-from trl_multimodal_rft.engines.decoding import up_to_first_end
+from trl_multimodal_rft.engines.token_loop import up_to_first_end
 
 
 TOPICS = "a river, a heart, a bicycle, bread, the moon, a clock, a library, rain".split(", ")

@@ -41,7 +41,7 @@ from trl_multimodal_rft.checks.measure import Measure, outputs_of
 from trl_multimodal_rft.checks.rounding import tolerance_of
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import EncodedPrompt, all_placeholder_ids, encode_prompt
-from trl_multimodal_rft.engines.decoding import up_to_first_end
+from trl_multimodal_rft.engines.token_loop import up_to_first_end
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head

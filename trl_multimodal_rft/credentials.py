@@ -68,17 +68,8 @@ _TOKENIZER_WORDS |= {"special", "placeholder", "first", "last", "per", "each", "
 
 def is_secret(name: str, *, is_variable: bool = False) -> bool:
     """
-    Returns whether the name of an option, argument, header or dictionary key is the name of a secret.
-
-    Args:
-        name (`str`):
-            Name in any spelling, such as `"hf_token"`, `"api-key"`, `"apiKey"` or `"Authorization"`.
-        is_variable (`bool`, *optional*, defaults to `False`):
-            Whether this is the name of an environment variable. In these names, `key` and `token` always mean a
-            secret.
-
-    Returns:
-        `bool`: Whether the name is the name of a secret.
+    Returns whether the name of an option, argument, header or key, in any spelling (`"hf_token"`, `"apiKey"`), names a
+    secret. In names of environment variables (`is_variable`), `key` and `token` always do.
     """
     words = [*chain.from_iterable(_parts(word.lower()) for word in _WORD.findall(name))]
     if {*words} & _SECRET_WORDS or is_variable and {"key", "token"} & {*words}:

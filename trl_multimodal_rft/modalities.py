@@ -7,6 +7,8 @@ from typing import Literal, get_args
 Modality = Literal["image", "video", "audio"]
 # All modalities, in the order in which media without a placeholder precede the text
 MODALITIES = get_args(Modality)
+# Modalities by whose encoders media pass: videos pass that of images
+ENCODER_OF = {"image": "image", "video": "image", "audio": "audio"}
 
 # Endings of files' names
 FILE_ENDINGS = {

@@ -22,18 +22,18 @@ from .encoding.dummies import dummy_prompt
 from .encoding.prompts import EncodedPrompt, all_placeholder_ids
 from .families import family_of
 from .forward.attention import attention_obstacle
-from .forward.features import leaves_of_graph
+from .forward.encoders import leaves_of_graph
 from .forward.layout import States, packed_length
 from .forward.logprobs import Forward, completion_rewards, completion_scores, completion_values, prompt_states
 from .forward.masks import trees_of
 from .forward.partition import split_by_tokens
-from .forward.prompts import split_samples
+from .forward.prompt_groups import split_samples
 from .forward.scores import DeferredParts, ScoreRequest, Scores, context_rows, load_balancing_loss, split_lengths
 from .forward.split_groups import KeptPrompt, chunk_ends, keeps_states
 from .forward.trees import count_tokens
-from .modalities import MODALITIES
+from .modalities import ENCODER_OF, MODALITIES
 from .models.critic import Critic, ValueHead
-from .models.parts import CRITIC, find_towers, named_parts
+from .models.parts import CRITIC, TOWERS, find_towers, named_parts
 from .models.wrapped import is_unsharded, unwrapped
 
 
@@ -150,14 +150,9 @@ class Processes:
         self, model: nn.Module, prompts: Sequence[EncodedPrompt], with_other_batch: bool = False
     ) -> list[EncodedPrompt]:
         """
-        Returns dummy prompts of the modalities that collectives need and this rank's prompts lack.
-
-        All ranks must gather the sharded weights, and reduce the gradients, of the same encoders. If the language
-        model is frozen, a batch of text alone gets dummy prompts, too, since its loss would have no gradient.
-
-        With `with_other_batch`, this rank runs another batch before the same backward pass. The other batch, with its
-        dummy prompts, already reaches all trained encoders. So DDP and a frozen language model need no further dummy
-        prompts, but sharded weights do.
+        Returns dummy prompts of the modalities that collectives need and this rank's prompts lack, as all ranks gather
+        and reduce the same encoders, and for text whose loss would have no gradient. `with_other_batch`, another batch
+        in the same backward pass has its own, so that only sharded weights need more.
         """
         if self.accelerator is None:
             return []
@@ -273,7 +268,7 @@ def modalities_of(prompts: Iterable[EncodedPrompt]) -> set[str]:
 
 def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
     """Returns the modalities whose media go through trained weights before they reach the language model."""
-    modalities = {modality for modality in ("image", "audio") if modality in policy.input_modalities}
+    modalities = {modality for modality in TOWERS if modality in policy.input_modalities}
     trained = set()
     for model in module.modules():  # finds the policy, and a critic, which has the policy's class
         if type(model) is not type(policy):
@@ -292,8 +287,7 @@ def trained_encoders(module: nn.Module, policy: PreTrainedModel) -> set[str]:
 
 
 def _encoders(modalities: set[str]) -> set[str]:
-    """Returns the encoders of modalities: images and videos share one, `image`."""
-    return {"image" if modality == "video" else modality for modality in modalities}
+    return {ENCODER_OF[modality] for modality in modalities}
 
 
 @dataclass

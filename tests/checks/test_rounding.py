@@ -16,7 +16,7 @@ from helpers.checks import released, subject
 from helpers.trainer_utils import audio_rows, image_rows
 
 from trl_multimodal_rft.checks.rounding import exceeds_rounding, noise_of, tolerance_of, two_steps
-from trl_multimodal_rft.forward import features as encoder_features
+from trl_multimodal_rft.forward import encoders as encoder_features
 from trl_multimodal_rft.forward import logprobs as forward
 from trl_multimodal_rft.policy import Fallbacks
 

@@ -28,7 +28,7 @@ from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import cast_features
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.features import _on_host, media_inputs, to_model
+from trl_multimodal_rft.forward.encoders import _on_host, media_inputs, to_model
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks, sharing_obstacle

@@ -14,7 +14,7 @@ from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.join import continued_field, join_media
 from trl_multimodal_rft.encoding.prompts import placeholder_token_ids
 from trl_multimodal_rft.families import family_of, modality_of
-from trl_multimodal_rft.forward.prompts import split_samples
+from trl_multimodal_rft.forward.prompt_groups import split_samples
 from trl_multimodal_rft.lightrft.models.bare_inputs import bare_prompt, split_media, token_fields
 
 

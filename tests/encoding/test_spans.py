@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trl_multimodal_rft.algorithms.spans import span_divergence
+from trl_multimodal_rft.algorithms.span_divergence import span_divergence
 from trl_multimodal_rft.encoding.spans import TokenText, common_spans, end_of_answer, text_ids, token_text
 
 

@@ -19,10 +19,10 @@ from trl_multimodal_rft.encoding.conversations import encode_prefix
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.engines.transformers import Branches, generate_completions, sample_completions, trim_after_eos
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
-from trl_multimodal_rft.forward import decoding
+from trl_multimodal_rft.forward import shared_cache
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.features import to_model
-from trl_multimodal_rft.forward.prompts import group_by_prompt, left_pad, split_samples
+from trl_multimodal_rft.forward.encoders import to_model
+from trl_multimodal_rft.forward.prompt_groups import group_by_prompt, left_pad, split_samples
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 
 
@@ -98,7 +98,7 @@ def test_decoding_copies_no_earlier_keys(monkeypatch):
     options = config(processor.tokenizer, do_sample=False, output_logits=True, return_dict_in_generate=True)
     args = (model, model, prompts[:1] * 2, options, processor.tokenizer.pad_token_id, model.device)
     found = {}
-    monkeypatch.setattr(decoding, "ROOM", 3)
+    monkeypatch.setattr(shared_cache, "ROOM", 3)
     for is_shared in (False, True):
         with Counts() as counts:
             output = generate_completions(*args, shared_prefill=is_shared)

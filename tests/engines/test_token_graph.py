@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from engines.test_decoding import SAME_DECODER, build, options, sample
+from engines.test_token_loop import SAME_DECODER, build, options, sample
 from helpers.families import FAMILIES, MORE_FAMILIES
 from helpers.marks import slow_but
 from helpers.recorded_step import RecordedStep
@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
-from trl_multimodal_rft.engines import decoding
+from trl_multimodal_rft.engines import token_loop
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.engines.decoding import weights_cast_once
+from trl_multimodal_rft.engines.token_loop import weights_cast_once
 from trl_multimodal_rft.engines.transformers import Branches, shares_prompts
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.prompts import split_samples
+from trl_multimodal_rft.forward.prompt_groups import split_samples
 
 
 DEFAULT = ("qwen2_5_vl", "gemma3", "qwen3_5")
@@ -28,7 +28,7 @@ FAMILY_NAMES = [name for name in [*FAMILIES, *MORE_FAMILIES] if name not in SAME
 @pytest.fixture
 def recorded(monkeypatch):
     """Captures on the CPU, in rooms of 5, 10, ... tokens. Returns the steps."""
-    monkeypatch.setitem(decoding.STEPS, "cpu", RecordedStep)
+    monkeypatch.setitem(token_loop.STEPS, "cpu", RecordedStep)
     monkeypatch.setattr(generation, "ROOM", 5)
     monkeypatch.setattr(RecordedStep, "instances", [])
     return RecordedStep.instances

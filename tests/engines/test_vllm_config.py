@@ -25,7 +25,7 @@ from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.engines import vllm, vllm_versions
 from trl_multimodal_rft.engines.vllm_in_process import InProcess
 from trl_multimodal_rft.engines.vllm_servers import Servers
-from trl_multimodal_rft.trainers.base.arguments import check_arguments
+from trl_multimodal_rft.trainers.base.argument_checks import check_arguments
 from trl_multimodal_rft.trainers.sampling import engine
 from trl_multimodal_rft.versions import WARNED
 

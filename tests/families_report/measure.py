@@ -24,10 +24,10 @@ from trl_multimodal_rft.encoding.prompts import EncodedPrompt, encode_prompt
 from trl_multimodal_rft.engines.transformers import sample_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.features import to_model
+from trl_multimodal_rft.forward.encoders import to_model
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.prompts import group_by_prompt, split_samples
+from trl_multimodal_rft.forward.prompt_groups import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward, training_obstacle
 

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 from accelerate.utils import DynamoBackend
-from engines.test_decoding import build as build_for_sampling
-from engines.test_decoding import options, sample
+from engines.test_token_loop import build as build_for_sampling
+from engines.test_token_loop import options, sample
 from helpers.completions import random_completions
 from helpers.marks import slow_but
 from helpers.packed_rows import backward, build, enable_checkpointing

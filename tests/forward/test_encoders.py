@@ -25,10 +25,10 @@ from trainers.supervised.test_sft import picture_rows
 from trl_multimodal_rft import MultimodalSFTConfig, MultimodalSFTTrainer
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward import features, kernels, logprobs
+from trl_multimodal_rft.forward import encoders, kernels, logprobs
 from trl_multimodal_rft.forward.attention import original_attention
-from trl_multimodal_rft.forward.features import install_encoder_attention, remember_on_host, to_model
-from trl_multimodal_rft.forward.prompts import split_samples
+from trl_multimodal_rft.forward.encoders import install_encoder_attention, remember_on_host, to_model
+from trl_multimodal_rft.forward.prompt_groups import split_samples
 from trl_multimodal_rft.models.parts import freeze_as_built
 from trl_multimodal_rft.rewards import format_reward
 
@@ -211,12 +211,12 @@ def test_device_tensors_keep_their_copies_on_the_host():
     model, prompts = released("qwen2_5_vl")
     media = prompts[0].media
     moved = to_model(media, model, torch.device("meta"))
-    assert features._on_host(moved["image_grid_thw"]) is media["image_grid_thw"]
-    assert moved["pixel_values"] not in features._host_copies  # large
-    size = len(features._host_copies)
+    assert encoders._on_host(moved["image_grid_thw"]) is media["image_grid_thw"]
+    assert moved["pixel_values"] not in encoders._host_copies  # large
+    size = len(encoders._host_copies)
     del moved
     gc.collect()
-    assert len(features._host_copies) < size
+    assert len(encoders._host_copies) < size
 
     # The encoder gets the tensor itself, also through wrappers that move inputs
     received = []

@@ -36,7 +36,7 @@ from trl_multimodal_rft.encoding import prompt_encoder
 from trl_multimodal_rft.encoding import prompts as encoded_prompts
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import Family, family_of
-from trl_multimodal_rft.forward import features, logprobs
+from trl_multimodal_rft.forward import encoders, logprobs
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.masks import sharing_obstacle
@@ -64,8 +64,8 @@ def count_forwards(module: nn.Module, seen) -> None:
     @functools.wraps(forward)
     def counting(*args, **kwargs):
         output = forward(*args, **kwargs)
-        tensors = [each for each in features._tensors(output) if each.is_floating_point()]
-        seen(features._first_input(args, kwargs), any(each.requires_grad for each in tensors))
+        tensors = [each for each in encoders._tensors(output) if each.is_floating_point()]
+        seen(encoders._first_input(args, kwargs), any(each.requires_grad for each in tensors))
         return output
 
     module.forward = counting
@@ -146,7 +146,7 @@ def assert_kept_features_change_nothing(model, prompts, frozen, monkeypatch, *, 
     add_fused_head(model, outputs=("log_probs",))
     if sharing_obstacle(model) is None:
         install_prefix_attention(model)
-    modules = features.frozen_modules(model)
+    modules = encoders.frozen_modules(model)
     counts = Counter()
     for module in modules:
         count_forwards(module, lambda given, has_graph: counts.update(n=1, graphs=has_graph))
@@ -179,7 +179,7 @@ def test_a_family_without_dimensions_encodes_anew(monkeypatch):
     assert seen.pop("forwards") == len(prompts) > 1
     for prompt in prompts:
         prompt.on_device.clear()
-    monkeypatch.setattr(features, "family_of", lambda model: Family())
+    monkeypatch.setattr(encoders, "family_of", lambda model: Family())
     for n_forwards in (1, 2):
         again, same_gradients = of_media(model, prompts)
         assert again.allclose(logps, atol=1e-5) and gradients.keys() == same_gradients.keys()
@@ -191,9 +191,9 @@ def test_a_module_runs_on_other_inputs_than_those_of_the_prompts():
     model, prompts = frozen_model()
     prompts = [prompt for prompt in prompts if {*prompt.modalities} == {"image"}]
     of_media(model, prompts)
-    inputs = features.media_inputs(prompts[:1], model, torch.device("cpu"))
+    inputs = encoders.media_inputs(prompts[:1], model, torch.device("cpu"))
     expected = model.model.get_image_features(**inputs).pooler_output
-    with features.frozen_features(model, prompts):
+    with encoders.frozen_features(model, prompts):
         found = model.model.get_image_features(**inputs).pooler_output
     assert len(prompts) > 1 and torch.cat([*found]).equal(torch.cat([*expected]))
 
@@ -377,8 +377,8 @@ def test_an_encoder_sees_a_clip_of_several_questions_once(monkeypatch):
 def test_media_move_to_the_device_once_per_generation_batch(monkeypatch):
     """Also those of an encoder that is trained, for its forwards with gradients."""
     moved = []
-    to_device = features.to_device
-    monkeypatch.setattr(features, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
+    to_device = encoders.to_device
+    monkeypatch.setattr(encoders, "to_device", lambda value, device: moved.append(value) or to_device(value, device))
     options = {**REAL, "beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 4, "max_steps": 4}
     trainer = run(trainer_class("grpo", samples=True), FAMILY, image_rows(), **options).trainer
@@ -436,7 +436,7 @@ def test_encoders_with_dropout_or_sharded_weights_run_each_time(monkeypatch):
     count_forwards(model.model.visual, lambda given, has_graph: seen.update(forwards=1, graphs=has_graph))
     model.enable_input_require_grads()
     with monkeypatch.context() as patch:
-        patch.setattr(features, "is_sharded", lambda model: True)
+        patch.setattr(encoders, "is_sharded", lambda model: True)
         of_media(model, prompts[:1])
         of_media(model, prompts[:1])
     assert seen == {"forwards": 2, "graphs": 0}
@@ -451,7 +451,7 @@ def test_forwards_without_kept_features_follow_those_with(monkeypatch):
     model, prompts = frozen_model()
     logps, _ = of_media(model, prompts)
     assert len(prompts) > 1
-    monkeypatch.setattr("trl_multimodal_rft.forward.features.encode_frozen", lambda *args: None)
+    monkeypatch.setattr("trl_multimodal_rft.forward.encoders.encode_frozen", lambda *args: None)
     for prompt in prompts:
         prompt.on_device.clear()
     assert of_media(model, prompts)[0].allclose(logps, atol=1e-5)

@@ -30,7 +30,7 @@ from trl_multimodal_rft.forward.layout import pack, packed_length
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import linear_masks
 from trl_multimodal_rft.forward.partition import micro_batch_order
-from trl_multimodal_rft.forward.prompts import group_by_prompt, split_samples
+from trl_multimodal_rft.forward.prompt_groups import group_by_prompt, split_samples
 from trl_multimodal_rft.forward.scores import ScoreRequest, Scores
 from trl_multimodal_rft.policy import Fallbacks, PolicyForward
 

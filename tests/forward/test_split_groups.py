@@ -17,7 +17,7 @@ from helpers.trainer_utils import relative_difference
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout, split_groups
 from trl_multimodal_rft.forward.partition import split_by_tokens
-from trl_multimodal_rft.forward.prompts import group_by_prompt
+from trl_multimodal_rft.forward.prompt_groups import group_by_prompt
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.forward.split_groups import chunk_ends
 from trl_multimodal_rft.forward.token_budget import backward_by_parts

@@ -18,7 +18,7 @@ from trl_multimodal_rft.engines.transformers import generate_completions
 from trl_multimodal_rft.families import family_of
 from trl_multimodal_rft.forward import kernels, layout
 from trl_multimodal_rft.forward.logprobs import completion_scores
-from trl_multimodal_rft.forward.prompts import split_samples
+from trl_multimodal_rft.forward.prompt_groups import split_samples
 from trl_multimodal_rft.forward.scores import ScoreRequest
 
 

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engines.test_decoding import assert_same, build, operations_of_a_token, options, sample
+from engines.test_token_loop import assert_same, build, operations_of_a_token, options, sample
 from helpers.devices import GPU, GPU_OR_CPU, IS_STAND_IN, NO_STAND_IN, gpu_only
 from helpers.four_bits import NF4, save_wide
 from helpers.marks import by_turns
 from helpers.recorded_step import RecordedStep
 
 from trl_multimodal_rft.engines import transformers as generation
-from trl_multimodal_rft.engines.decoding import runner_on
-from trl_multimodal_rft.forward import decoding
+from trl_multimodal_rft.engines.token_loop import runner_on
+from trl_multimodal_rft.forward import shared_cache
 from trl_multimodal_rft.forward.attention import install_prefix_attention
 
 
@@ -42,7 +42,7 @@ def in_autocast(forward, device):
 @pytest.mark.parametrize(("name", "short"), by_turns(["qwen2_5_vl", "gemma3", "qwen3_5"], [0, 64], mark=NO_STAND_IN))
 def test_tokens_and_random_state_are_those_of_generate(name, short, device, monkeypatch):
     """Completions end between two looks at whether all have; short prompts are copied."""
-    monkeypatch.setattr(decoding, "SHORT_PROMPT", short)
+    monkeypatch.setattr(shared_cache, "SHORT_PROMPT", short)
     model, tokenizer, rows = build(name)
     for ends in (20, 4):
         found = assert_same(model.to(device), rows, options(tokenizer, eos_token_id=list(range(30, 400, ends))))
@@ -183,7 +183,7 @@ def test_operations(name, short, device, monkeypatch):
     fake_cuda = sys.modules.get("fake_cuda")
     if fake_cuda is None or device == "cpu":
         pytest.skip("counts on the stand-in for a GPU")
-    monkeypatch.setattr(decoding, "SHORT_PROMPT", short)
+    monkeypatch.setattr(shared_cache, "SHORT_PROMPT", short)
     model, tokenizer, rows = build(name)
 
     @contextmanager

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trl_multimodal_rft.engines.decoding import GraphedStep
+from trl_multimodal_rft.engines.token_loop import GraphedStep
 
 
 class Operations(TorchDispatchMode):

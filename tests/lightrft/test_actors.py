@@ -32,7 +32,7 @@ from trl_multimodal_rft.encoding.join import join_media
 from trl_multimodal_rft.encoding.prompts import all_placeholder_ids
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.families import family_of
-from trl_multimodal_rft.forward.prompts import left_pad
+from trl_multimodal_rft.forward.prompt_groups import left_pad
 from trl_multimodal_rft.lightrft import Actor, ActorAL, ActorOmni, ActorVL, Critic
 from trl_multimodal_rft.lightrft.models.completions import mask_completions
 from trl_multimodal_rft.models.parts import find_tower

@@ -48,7 +48,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.cli import COMMANDS, LAUNCHED, main
 from trl_multimodal_rft.cli.commands import script_of
 from trl_multimodal_rft.trainers.base.trainer import BaseTrainer
-from trl_multimodal_rft.trainers.sampling.batches import Batches
+from trl_multimodal_rft.trainers.sampling.micro_batches import Batches
 from trl_multimodal_rft.trainers.sampling.prompting import Prompting
 from trl_multimodal_rft.trainers.sampling.rewarding import Rewarding
 from trl_multimodal_rft.trainers.sampling.sampling import Sampling
@@ -307,7 +307,7 @@ def test_no_option_is_swallowed_with_the_code_that_reads_it(name):
     """An option that acts only in code of TRL that a trainer replaces would be accepted, and do nothing."""
     swallowed = {each: method for each, method in unread(name).items() if each not in UNREAD}
     assert not swallowed, (
-        "read them, refuse them in `trainers/base/options.py`, or add them to UNREAD, with the reason"
+        "read them, refuse them in `trainers/base/config_options.py`, or add them to UNREAD, with the reason"
     )
 
 

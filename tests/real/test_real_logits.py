@@ -11,8 +11,8 @@ from helpers.real_models import REAL, load, rows_of
 
 from trl_multimodal_rft.checks.measure import outputs_of
 from trl_multimodal_rft.checks.rounding import tolerance_of, two_steps
-from trl_multimodal_rft.engines.decoding import up_to_first_end
-from trl_multimodal_rft.forward.features import to_model
+from trl_multimodal_rft.engines.token_loop import up_to_first_end
+from trl_multimodal_rft.forward.encoders import to_model
 from trl_multimodal_rft.forward.scores import ScoreRequest
 from trl_multimodal_rft.policy import Fallbacks
 

@@ -42,7 +42,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_image, load_video
-from trl_multimodal_rft.data.reading.files import media_file
+from trl_multimodal_rft.data.reading.media_files import media_file
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import media as encoding
 from trl_multimodal_rft.reporting import media_logs

@@ -409,9 +409,9 @@ def _read_in_called(upstream: Upstream, module: str, call: ast.Call, owners: fro
 TABLES = {
     "trainers.sampling.engine:_ENGINE_OPTIONS": "vllm_",
     "trainers.sampling.engine:_SAMPLING_OPTIONS": "",
-    "trainers.base.options:SPEED_OPTIONS": "",
-    "trainers.base.options:UNUSED_IN_READING": "",
-    "trainers.base.options:UNUSED_IN_SAMPLING": "",
+    "trainers.base.config_options:SPEED_OPTIONS": "",
+    "trainers.base.config_options:UNUSED_IN_READING": "",
+    "trainers.base.config_options:UNUSED_IN_SAMPLING": "",
     "trainers.supervised.config:_UNUSED_OPTIONS": "",
     "trainers.preference.dpo_config:_UNUSED_OPTIONS": "",
     "trainers.preference.kto_config:_UNUSED_OPTIONS": "",

@@ -21,7 +21,7 @@ from trl_multimodal_rft import (
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.cli.commands import grpo
 from trl_multimodal_rft.cli.inputs import load_split
-from trl_multimodal_rft.cli.prompts import with_texts
+from trl_multimodal_rft.cli.templates import with_texts
 from trl_multimodal_rft.data.rows.batches import DatasetRows
 from trl_multimodal_rft.data.rows.labels import with_class_names
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate

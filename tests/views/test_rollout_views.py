@@ -29,7 +29,7 @@ from trl_multimodal_rft import (
     MultimodalRLOOTrainer,
 )
 from trl_multimodal_rft.algorithms.shaping import contrast_bonus
-from trl_multimodal_rft.views.options import as_schedule, last_of_groups
+from trl_multimodal_rft.views.view_options import as_schedule, last_of_groups
 
 
 GROUP = 4  # completions per prompt

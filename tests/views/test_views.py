@@ -12,7 +12,7 @@ from PIL import Image
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.rollout.view_prompts import view_prompts
-from trl_multimodal_rft.views.options import RolloutView, changed_media, view_option
+from trl_multimodal_rft.views.view_options import RolloutView, changed_media, view_option
 from trl_multimodal_rft.views.views import VIEWS, View, ViewType, as_view
 
 

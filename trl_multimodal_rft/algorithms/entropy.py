@@ -94,22 +94,10 @@ def adapted_entropy_coef(
 
 
 def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_weight: float) -> torch.Tensor:
-    r"""
-    Returns weights of advantages by how far completions depend on their media, see
-    [VPPO](https://huggingface.co/papers/2510.09285). The least dependent completion of a batch has the weight
-    $\beta_\mathrm{min}$. Weights are linear in the dependency, and their mean is 1. For example, the dependencies 0, 1
-    and 3 give the weights 0.5, 0.875 and 1.625 for $\beta_\mathrm{min} = 0.5$.
-
-    Args:
-        dependency (`torch.Tensor`):
-            Mean dependency of each completion's tokens on the media, in nats, shape `(N,)`.
-        is_weighted (`torch.Tensor`):
-            `True` for completions to weight, shape `(N,)`. Others, such as completions without media, have weight 1.
-        min_weight (`float`):
-            $\beta_\mathrm{min}$, between 0 and 1.
-
-    Returns:
-        `torch.Tensor`: The weights, shape `(N,)`.
+    """
+    Returns weights `(N,)` of advantages, see [VPPO](https://huggingface.co/papers/2510.09285): linear in the mean
+    `dependency` `(N,)` of a completion's tokens on its media, `min_weight` for the least, with a mean of 1.
+    Completions that aren't `is_weighted` have weight 1.
     """
     weights = torch.ones_like(dependency)
     dependencies = dependency[is_weighted]
@@ -123,21 +111,10 @@ def advantage_weights(dependency: torch.Tensor, is_weighted: torch.Tensor, min_w
 
 
 def relevance_weights(differences: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
-    r"""
-    Returns weights of tokens by how far their entropy depends on the media, the modality relevance mask of
-    [MAPO](https://huggingface.co/papers/2605.27741): $T \mathrm{softmax}_t(|\Delta h_t| / (\tau \log T))$ over the $T$
-    tokens of a completion, at most 5, and scaled to a mean of 1.
-
-    Args:
-        differences (`torch.Tensor`):
-            $\Delta h_t$, the entropy without the media minus the entropy with the media, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
-        temperature (`float`):
-            $\tau$, above 0.
-
-    Returns:
-        `torch.Tensor`: The weights, shape `(B, T)`, 0 outside the mask.
+    """
+    Returns weights of tokens, the mask of [MAPO](https://huggingface.co/papers/2605.27741): a softmax over a
+    completion's `differences` `(B, T)` of entropy without and with the media, at most 5, scaled to a mean of 1, and 0
+    outside the mask.
     """
     mask = mask.bool()
     n_tokens = mask.sum(1, keepdim=True)

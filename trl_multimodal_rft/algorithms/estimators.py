@@ -127,10 +127,7 @@ def group_statistics(
 ) -> GroupStatistics:
     """
     Centres rewards `(N,)` within groups with ids `(N,)`, on the CPU. `weights` `(N,)` say how often a reward counts.
-
-    Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage. Rewards `[1, 0,
-    2, 2]` in groups `[7, 7, 5, 5]` have `index` `[1, 1, 0, 0]`, `centred` `[0.5, -0.5, 0, 0]` and `has_signal`
-    `[False, True]`.
+    Rewards that differ only by rounding count as equal, so that rounding never becomes an advantage.
     """
     # On the CPU, as not every device has float64
     rewards = rewards.cpu()

@@ -134,11 +134,9 @@ def clip_filter_like_weights(
     has_signal: torch.Tensor, clip: float = 3.0, weight_without_signal: float = 1.0
 ) -> torch.Tensor:
     """
-    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without signal.
-
-    For example, if 2 of 4 groups have signal, their weight is 4 / 2, and the other two groups have the weight
-    `weight_without_signal`. Weights of groups with signal are at most `clip`. If no group has signal, all weights are
-    1. `has_signal` has the shape `(G,)`.
+    Returns weights of groups, `(G,)`, float64, by which groups with signal make up for groups without: if 2 of 4
+    groups have signal, theirs is 4 / 2, at most `clip`, and the others' `weight_without_signal`. If no group has
+    signal, all weights are 1.
     """
     n_with_signal = has_signal.sum().double()
     if n_with_signal == 0:

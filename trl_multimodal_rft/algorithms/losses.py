@@ -148,27 +148,10 @@ def view_term(
     kl_clip: float | None = None,
     entropy_coefs: Sequence[float] = (0.0, 0.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""
-    Computes the Implicit Perception Loss and the Double Entropy Loss of
-    [PAPO](https://huggingface.co/papers/2507.06448),
-    $-\gamma \min(k_3, c) - \eta_1 \log \pi - \eta_2 \log \tilde\pi$. Here $\pi$ is the policy on the clean prompt,
-    $\tilde\pi$ the policy on the view, and $k_3$ an estimate of $\mathrm{KL}(\pi \| \tilde\pi)$. Both $\pi$ and
-    $\tilde\pi$ have gradients. Entropies are estimated from sampled tokens, as in the paper.
-
-    Args:
-        logps, view_logps (`torch.Tensor`):
-            Log-probabilities of completions after the clean prompt, and after the view, shape `(B, T)`.
-        mask (`torch.Tensor`):
-            1 on the tokens that count, shape `(B, T)`.
-        kl_coef (`float`, *optional*, defaults to `0.0`):
-            $\gamma$.
-        kl_clip (`float`, *optional*):
-            $c$, the divergence of a token, in nats, above which the loss has no gradient that raises it.
-        entropy_coefs (`tuple[float, float]`, *optional*, defaults to `(0.0, 0.0)`):
-            $\eta_1$ and $\eta_2$.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The loss of each token, and the divergence, shape `(B, T)`.
+    """
+    Returns the Implicit Perception Loss and the Double Entropy Loss of
+    [PAPO](https://huggingface.co/papers/2507.06448) of each token, and the divergence, `(B, T)`, which no gradient
+    raises above `kl_clip` nats. Entropies are estimated from sampled tokens, as in the paper.
     """
     kl = approx_kl(logps, view_logps, mask, "k3")
     clean_coef, view_coef = entropy_coefs

@@ -13,27 +13,10 @@ _RIGHT_ABOVE = 0.1
 def contrast_bonus(
     rewards: torch.Tensor, contrast_rewards: torch.Tensor, group_size: int, *, ratio: float, bonus: float
 ) -> torch.Tensor:
-    r"""
-    Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776): right completions
-    get a bonus $\alpha$ if the mean reward of their group is at least $\mu$ times the mean reward of the prompt's
-    completions under a view.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards of all ranks, group by group, `NaN` where unscorable, shape `(N,)`.
-        contrast_rewards (`torch.Tensor`):
-            Rewards of completions under the view, shape `(N,)`, group by group. A prompt with fewer than `group_size`
-            such completions has `NaN` in the remaining entries of its group.
-        group_size (`int`):
-            Completions per prompt.
-        ratio (`float`):
-            $\mu$.
-        bonus (`float`):
-            $\alpha$.
-
-    Returns:
-        `torch.Tensor`: The bonus of each completion, shape `(N,)`: $\alpha$ or 0. It is 0 in groups without contrast
-        rewards.
+    """
+    Returns the temporal reward of T-GRPO, see [Video-R1](https://huggingface.co/papers/2503.21776), `(N,)`: right
+    completions get `bonus` if the mean reward of their group is at least `ratio` times that under the view. Missing
+    `contrast_rewards` are NaN.
     """
     means, contrast_means = (values.view(-1, group_size).nanmean(1) for values in (rewards, contrast_rewards))
     gets_bonus = (means >= ratio * contrast_means).repeat_interleave(group_size)  # comparisons with NaN are false

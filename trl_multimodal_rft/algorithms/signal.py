@@ -25,10 +25,8 @@ def causes_by_reward(
     rewards: torch.Tensor, has_signal: torch.Tensor, differs: torch.Tensor, differs_clipped: torch.Tensor
 ) -> torch.Tensor:
     """
-    Returns the index in [`CAUSES`] of what took the signal from each completion before its loss, -1 if nothing did.
-
-    Shapes: `rewards`, and flags of each completion's group: whether it `has_signal`, and whether its rewards differ
-    before and after the clip; all `(N,)`; returns `(N,)`.
+    Returns the index in [`CAUSES`] of what took the signal from each completion before its loss, -1 if nothing did,
+    `(N,)`. The flags, `(N,)`, are of a completion's group, whose rewards may differ before and after the clip.
     """
     causes = torch.full_like(rewards, -1, dtype=torch.long)
     causes[~has_signal] = CAUSES.index("estimator")
@@ -40,21 +38,9 @@ def causes_by_reward(
 
 def signal_metrics(loss: torch.Tensor, inputs: LossInputs, options: LossOptions) -> dict[str, Metric]:
     """
-    Returns shares of the sampled tokens of a micro-batch: `signal/tokens` of those that have a signal, and for each of
-    [`CAUSES`], `signal/<cause>` of those from which it took the signal. They sum to 1. `signal/completions` is the
-    share of completions in which a token has a signal.
-
-    Args:
-        loss (`torch.Tensor`):
-            Policy loss of each token, shape `(B, T)`, or of each completion, `(B, 1)` or `(B,)`, in the graph of
-            `inputs.logps`.
-        inputs ([`LossInputs`]):
-            Tensors of the micro-batch.
-        options ([`LossOptions`]):
-            Options of the loss.
-
-    Returns:
-        `dict[str, Metric]`: The shares, none where gradients are off.
+    Returns the shares of the sampled tokens of a micro-batch that have a signal, or lost it to one of [`CAUSES`],
+    which sum to 1, and the share of completions with a signal. `loss` is in the graph of `inputs.logps`. Without
+    gradients, there are none.
     """
     if not torch.is_grad_enabled():
         return {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..encoding.conversations import Contexts, Conversation
 from ..encoding.prompts import EncodedPrompt
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..models.modes import measurement_mode
 from ..models.wrapped import computing_dtype
@@ -61,10 +61,8 @@ class EngineCheck:
         self, model: nn.Module, step: int, completions: Completions, mask: torch.Tensor, sampled: torch.Tensor
     ) -> bool:
         """
-        Measures a batch after `step` updates. Returns whether there is a new result.
-
-        The batch has `B` completions of up to `C` tokens. `mask` `(B, C)` is 1 on sampled tokens. `sampled` `(B, C)`
-        holds the engine's log-probabilities.
+        Measures a batch after `step` updates, and returns whether there is a new result. `mask` `(B, C)` is 1 on
+        sampled tokens, and `sampled` `(B, C)` holds the engine's log-probabilities.
         """
         check = self.check
         if check.engine_updated is not None or step == self.step:
@@ -193,10 +191,8 @@ def _subset(completions: Completions, rows: list[int]) -> Completions:
 
 def _diverse_rows(prompts: Sequence[EncodedPrompt], mask: torch.Tensor) -> list[int]:
     """
-    Returns batch indices of up to `_N_PROBES` completions.
-
-    Completions with tokens come first. Of these, the first completion of each prompt comes before all second ones. Of
-    the first completions, those come first whose prompts have modalities that no earlier prompt has.
+    Returns batch indices of up to `_N_PROBES` completions, those with tokens first: the first completion of each
+    prompt before all second ones, and among them those whose prompts have modalities that no earlier prompt has.
     """
     # By batch index: whether the completion is empty, its position among the prompt's completions (empty ones last),
     # and the number of earlier prompts with the same modalities

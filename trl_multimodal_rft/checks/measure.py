@@ -18,7 +18,7 @@ from ..encoding.join import continued_field
 from ..encoding.prompts import EncodedPrompt, hears_videos, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of
 from ..forward.attention import original_attention
-from ..forward.features import to_model
+from ..forward.encoders import to_model
 from ..forward.logprobs import takes_logits_to_keep
 from ..forward.scores import ScoreRequest
 from ..models.wrapped import computing_dtype
@@ -80,10 +80,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 class Measure:
     """
-    Measurement of a policy against the model's own forward.
-
-    `fallbacks` start as a copy of the policy's and end as the fallbacks that exact scores need. `failure` is the last
-    error that [`attempt`] caught on this rank. All ranks must make the same calls, as decisions are common to them.
+    Measurement of a policy against the model's own forward. `fallbacks` end as those that exact scores need, and
+    `failure` is the last error that [`attempt`] caught on this rank. All ranks must make the same calls, as decisions
+    are common to them.
     """
 
     def __init__(self, policy: PolicyForward, model: nn.Module, has_engine_positions: bool):
@@ -115,7 +114,7 @@ class Measure:
         """
         Returns the policy's log-probabilities `(P * B, N)` of the same `B` completions of up to `N` tokens after each
         of `P` prompts, prompt by prompt. `isolate` tells which prompts get separate forwards, see
-        [`~forward.prompts.split_samples`]. `model` defaults to the model as the accelerator prepared it.
+        [`~forward.prompt_groups.split_samples`]. `model` defaults to the model as the accelerator prepared it.
         """
         copies = [replace(prompt, mask_cache={}) for prompt in prompts]
         row_prompts = []
@@ -207,11 +206,9 @@ class Measure:
         self, prompts: Sequence[EncodedPrompt], plain: Callable[[int], dict[str, torch.Tensor]]
     ) -> tuple[list[Case], dict[str, EncodedPrompt], list[Any]]:
         """
-        Returns prompts to measure, donors of other media by modality, and partners: further prompts that join a
-        measured prompt in one forward, see [`choose_prompts`].
-
-        The results are the same on all ranks. `plain(i)` returns the outputs of the processor, as
-        `AutoProcessor.from_pretrained` loads it, for this rank's prompt `i`. It is called only for prompts with media.
+        Returns prompts to measure, donors of other media by modality, and partners in a forward, the same on all
+        ranks, see [`choose_prompts`]. `plain(i)` returns the processor's outputs for this rank's prompt `i` with
+        media, as `AutoProcessor` loads it.
         """
 
         # A prompt without media has no features to compare, and `plain` would leave the run's tools out of its text
@@ -292,10 +289,9 @@ class Measure:
         self, a: torch.Tensor | None, b: torch.Tensor, mask: torch.Tensor, noise: Callable[[], torch.Tensor | None]
     ) -> tuple[float, bool]:
         """
-        Returns the largest difference over all ranks, and whether rounding explains the differences of all ranks.
-        `noise` returns the noise of the log-probabilities `b`, see [`Measure.noise`]. It is called if a difference
-        exceeds `tolerance`. Before the comparison with noise, `tolerance` rises to twice the dtype's spacing at the
-        largest logit, divided by the temperature, if that is larger.
+        Returns the largest difference over all ranks, and whether rounding explains those of all ranks: by the
+        [`Measure.noise`] of `b`, if one exceeds `tolerance`, which first rises to twice the dtype's spacing at the
+        largest logit, divided by the temperature.
         """
         largest = self.difference(a, b, mask)
         if largest <= self.tolerance:
@@ -321,13 +317,9 @@ class Measure:
         label: str = "",
     ) -> tuple[torch.Tensor, float, float | None]:
         """
-        Returns the scores of padded rows, their difference from `truth`, and the difference of packed rows, or `None`
-        if packed rows aren't scored. `score(packed)` computes the scores.
-
-        Sets the first fallbacks under which [`compare`] calls padded scores exact. The current fallbacks come first.
-        Fewer prompts per forward (`Fallbacks.isolate`, with `tries_isolation`) come next, and the model's own logits
-        last. If packed scores aren't exact then, turns packing off. Raises a `RuntimeError` if padded scores are never
-        exact.
+        Returns the scores of padded rows, their difference from `truth`, and that of packed rows, or `None`. Sets the
+        first fallbacks under which [`compare`] calls padded scores exact: the current ones, fewer prompts per forward,
+        the model's logits; a `RuntimeError` if none. Turns packing off if packed scores aren't.
         """
         # If the fallbacks are the defaults, the order with `tries_isolation` is: the fused head with `isolate` `None`,
         # "media" and "prompt", then the model's logits with the same three

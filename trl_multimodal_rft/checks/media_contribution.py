@@ -9,7 +9,7 @@ from torch import nn
 
 from ..data.reading.refs import MediaError
 from ..encoding.prompts import EncodedPrompt
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..forward.scores import ScoreRequest
 from ..modalities import MODALITIES
 from ..models.modes import measurement_mode
@@ -30,17 +30,10 @@ def media_contribution(
     mask: torch.Tensor,
     encode: Callable[[int, View], EncodedPrompt],
 ) -> dict[str, float]:
-    r"""
-    Returns metrics of how far log-probabilities of completions move without the media of their prompts.
-
-    For the tokens $y_t$ of a few completions, the metric is the mean of
-
-    $$|\log \pi(y_t \mid x, m, y_{<t}) - \log \pi(y_t \mid x, \tilde{m}, y_{<t})|$$
-
-    in nats, where $m$ are the media of one modality in the prompt, and $\tilde{m}$ silence or grey of the same
-    duration and size. For a policy that ignores media, the metric is exactly 0, because both forwards have the same
-    shape and round alike. All ranks must call this function. `mask` `(B, C)` is 1 on tokens that count, and `encode`
-    encodes the prompt of a completion, by its batch index, under a view.
+    """
+    Returns by modality how far the log-probabilities of a few completions move, in nats per token, if silence or grey
+    of the same size replaces the media. It is exactly 0 for a policy that ignores media, as both forwards round alike.
+    All ranks must call this. `encode` takes a completion's batch index and a view.
     """
     prompts, ids, completion_mask = completions
     # Batch index of a completion, a modality of its prompt, and the prompt without media of this modality

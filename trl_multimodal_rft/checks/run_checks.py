@@ -61,7 +61,7 @@ class Checks:
         )
 
     def on_rows(self, check: Callable[..., SelfCheck], model: nn.Module, rows: Sequence[EncodedPrompt]) -> None:
-        """Runs `check`, of [`~checks.sequences`], on the first rows, and again on rows with a new modality."""
+        """Runs `check`, of [`~checks.sequence_check`], on the first rows, and again on rows with a new modality."""
         self._check_new_modalities(model, rows, lambda media_effects: check(self.policy, model, rows))
 
     def _check_new_modalities(

@@ -20,9 +20,9 @@ from transformers.utils import ModelOutput
 from ..encoding.conversations import Conversation
 from ..encoding.join import join_media
 from ..encoding.prompts import EncodedPrompt, all_placeholder_ids, plain_outputs
-from ..engines.decoding import STEPS, up_to_first_end
+from ..engines.token_loop import STEPS, up_to_first_end
 from ..forward.attention import original_attention
-from ..forward.prompts import group_by_prompt
+from ..forward.prompt_groups import group_by_prompt
 from ..models.modes import measurement_mode
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
@@ -45,11 +45,9 @@ _WARNING_LIMIT = 1.0
 @dataclass(kw_only=True)
 class SelfCheck:
     """
-    Largest absolute differences of log-probabilities over all ranks, in nats.
-
-    Most fields are differences from the truth. The truth is the model's own forward on its processor's outputs, with
-    the positions, masks and logits of the model, one prompt and one completion at a time. If `generate` computes other
-    logits, because its attention within a prompt differs, the logits of `generate` are the truth.
+    Largest absolute differences of log-probabilities over all ranks, in nats. The truth is the model's own forward on
+    its processor's outputs, one prompt and one completion at a time, or `generate` where its attention gives other
+    logits.
     """
 
     # Media tensors against those of `AutoProcessor.from_pretrained`'s processor, see `Measure.compare_features`
@@ -145,11 +143,9 @@ def run_self_check(
     media_effects: dict[str, float],
 ) -> SelfCheck:
     """
-    Measures a policy on prompts and the messages that they were encoded from, without changing the policy.
-
-    All ranks check the same prompts, selected from the prompts of all ranks, so that they run the same forwards, as a
-    sharded model needs. `model` is as the accelerator prepared it. `media_effects` holds effects of other media, by
-    modality, from earlier checks; these modalities aren't measured again.
+    Measures a policy on prompts and their messages, without changing the policy. All ranks check the same prompts, so
+    that they run the same forwards, as a sharded model needs. Modalities in `media_effects`, from earlier checks,
+    aren't measured again.
     """
     check = _Check(policy, model, settings, media_effects)
     with measurement_mode(model, check.device):
@@ -170,11 +166,9 @@ def check_conversation(
     has_engine_positions: bool,
 ) -> tuple[float, Fallbacks] | None:
     """
-    Measures the tokens that follow tool media in a completion, also after a prompt longer than the model's windows.
-    Returns their difference from the truth and the fallbacks, or `None` if no rank has such a completion.
-
-    The truth is the model's own forward on the prompt, the completion up to the last tool result
-    (`Conversation.later`), and the tokens after it, which are compared.
+    Measures the tokens that follow tool media in a completion, also after a prompt longer than the model's windows,
+    against the model's own forward. Returns their difference and the fallbacks, or `None` if no rank has such a
+    completion.
     """
     # At most one completion of this rank, preferably after a prompt of text, whose masks only the results change. The
     # first rank that has one sends it to the others.
@@ -347,11 +341,9 @@ class _Check(Measure):
 
     def check_backward(self) -> None:
         """
-        Runs a backward pass of `shortest_prompt`, so that a kernel without a backward fails before the first update.
-
-        `autograd.grad` on the unwrapped module leaves gradients and hooks of DDP alone. DeepSpeed and FSDP aren't
-        checked, as they would take this backward pass for a training step. Models with reentrant checkpointing, which
-        refuses `autograd.grad`, aren't checked either.
+        Runs a backward pass of `shortest_prompt`, so that a kernel without one fails before the first update. Not
+        under DeepSpeed and FSDP, which would take it for a training step, nor with reentrant checkpointing, which
+        refuses `autograd.grad`.
         """
         module = self.accelerator.unwrap_model(self.prepared)
         trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -516,11 +508,9 @@ class _Check(Measure):
         self, first_prompt: EncodedPrompt, partners: list[EncodedPrompt], ids: torch.Tensor, mask: torch.Tensor
     ) -> float:
         """
-        Returns the difference of batched scores from scores of single prompts. Falls back until they agree.
-
-        The first prompt is at both ends of the batch, before and after its partners. `separate_scores` has a row per
-        completion, prompt by prompt. A packed batch has all completions of a prompt, a padded batch only the first:
-        for 3 prompts with 2 completions, the rows 0, 2 and 4 of `separate_scores`.
+        Returns the difference of batched scores from scores of single prompts. Falls back until they agree. The first
+        prompt is at both ends of the batch. A packed batch has all completions of a prompt, a padded batch only the
+        first.
         """
         prompts = [first_prompt, *partners, first_prompt]
         scores_per_prompt = [

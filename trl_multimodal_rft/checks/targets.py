@@ -51,14 +51,9 @@ def traits_of(process: int, index: int, prompt: EncodedPrompt) -> Traits:
 
 def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Traits], list[Traits]]:
     """
-    Returns prompts to check, donors of other media by modality, and partners for a common forward.
-
-    The longest prompt of each modality, and the longest prompt of text alone, are checked, because their masks are the
-    hardest case. Partners are the shortest prompts with media of other shapes, and the shortest prompt of text alone.
-    They get the most padding, which may change their scores.
-
-    For example, two prompts have images of different sizes, and 20 and 15 tokens. Two prompts of text have 10 and 3
-    tokens. The prompts of 20 and 10 tokens are checked, the donor has 15 tokens, and the partners have 15 and 3.
+    Returns prompts to check, donors of other media by modality, and partners for a common forward. The longest prompts
+    have the hardest masks. Partners, the shortest prompts with media of other shapes and of text alone, get the most
+    padding.
     """
     longest = sorted(traits, key=lambda trait: -trait.length)
     traits_by_modality: dict[str, list[Traits]] = {}
@@ -97,11 +92,9 @@ def choose_prompts(traits: Sequence[Traits]) -> tuple[list[Traits], dict[str, Tr
 
 def with_other_media(prompt: EncodedPrompt, modality: str, donor: EncodedPrompt | None) -> EncodedPrompt:
     """
-    Returns a prompt with a donor's features, cut or repeated to the prompt's shapes. Without a donor, reverses the
-    prompt's features in all dimensions, and subtracts floats from 1, so that a uniform image changes, too.
-
-    For 3 patches and a donor of 2 patches, the donor's patches 0, 1 and 0 replace the prompt's. Some models take zeros
-    for padding and drop them. So zeros stay 0, and a number that would become 0 stays as it is.
+    Returns a prompt with a donor's features, cut or repeated to its shapes, or without a donor with its own reversed,
+    and floats subtracted from 1, so that a uniform image changes. Zeros stay, and none arise, as some models drop
+    zeros as padding.
     """
     media = dict(prompt.media)
     donor_features = {} if donor is None else _features_of(donor, modality)
@@ -118,11 +111,9 @@ def with_other_media(prompt: EncodedPrompt, modality: str, donor: EncodedPrompt 
 
 def longer_than_windows(model: PreTrainedModel, prompt: _Prompt, later: EncodedPrompt) -> _Prompt | None:
     """
-    Returns a text prompt with repeats of its tokens at the start, so that it is longer than the start that shows the
-    masks of text, see [`windows_reach`]. The media after a prompt, in `later`, may need other masks.
-
-    Returns `None` if this makes no difference, as the prompt is as long already or has media, or as the model has no
-    windows or no token fields; and if the model's positions don't suffice.
+    Returns a text prompt with repeats of its tokens at the start, so that it exceeds the start that shows the masks of
+    text, see [`windows_reach`], since media in `later` may need other masks. `None` if it makes no difference or
+    positions don't suffice.
     """
     reach = windows_reach(model)
     n_added = reach + 1 - len(prompt)

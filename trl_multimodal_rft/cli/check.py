@@ -51,7 +51,7 @@ from ..reporting.model_card import in_code
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
 from .options import config_path
 from .options import read_config as read_run_config
-from .prompts import with_system_message, with_texts
+from .templates import with_system_message, with_texts
 
 
 _MAX_LISTED = 20  # maximum number of rows and columns that the report lists for a cause

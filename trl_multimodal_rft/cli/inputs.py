@@ -15,11 +15,11 @@ from ..data.rows.load import load_dataset_arguments, load_rows, one_line_errors
 from ..encoding.processors import load_processor
 from ..paths import local_path
 from ..rewards.named import DEFAULT_REWARDS
-from ..trainers.base.arguments import mapping
+from ..trainers.base.argument_checks import mapping
 from ..trainers.base.configs import TrainerConfig
 from .arguments import PPOScriptArguments, PromptArguments, RFTScriptArguments, RLScriptArguments, ToolArguments
 from .preflight import check_model_and_dataset
-from .prompts import with_system_message, with_texts
+from .templates import with_system_message, with_texts
 
 
 logger = get_logger(__name__)

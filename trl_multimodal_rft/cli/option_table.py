@@ -16,7 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..rewards.named import REWARD_NAMES
 from ..rollout.tools import TOOLS
-from ..trainers.base.options import options_of
+from ..trainers.base.config_options import options_of
 from .registry import LAUNCHED
 
 

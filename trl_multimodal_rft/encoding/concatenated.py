@@ -14,20 +14,9 @@ PART_LENGTHS = "seq_lengths"
 
 def encode_concatenated(encoder: TextEncoder, row: Row) -> list[SupervisedSequence]:
     """
-    Encodes the rows that a concatenated row holds, each for itself. Leaves out rows in which nothing is learned.
-
-    Args:
-        encoder ([`~encoding.tokenized.TextEncoder`]):
-            Encoder of single rows.
-        row ([`~data.rows.batches.Row`]):
-            Row with `input_ids`, `seq_lengths` and optionally `labels`, as from [`~trl.pack_dataset`].
-
-    Returns:
-        `list[SupervisedSequence]`: The sequences.
-
-    Raises:
-        `ValueError`: If the lengths don't add up to the number of tokens, or if nothing is learned in any row. See
-            also [`~encoding.tokenized.TextEncoder.encode_tokens`].
+    Encodes the rows that a concatenated row (`input_ids`, `seq_lengths`, optionally `labels`, as from
+    [`~trl.pack_dataset`]) holds, each for itself, without those in which nothing is learned. Raises a `ValueError` if
+    none is left.
     """
     label = f"row {row.row_index}"
     ids = row["input_ids"]

@@ -21,11 +21,8 @@ from .prompts import EncodedPrompt, all_placeholder_ids, encode_messages, engine
 @dataclass(eq=False, kw_only=True)
 class Conversation(EncodedPrompt):
     """
-    A prompt with the tool results of one completion, for scoring. Used only if a result has media, or the completion
-    of a preference pair itself; otherwise the prompt alone is enough.
-
-    The inherited fields are the prompt's, except for `modalities`, which includes the modalities of the results. For a
-    completion of 2 sampled tokens, a result of 4 tokens and 3 sampled tokens, `later` holds the first 6 tokens.
+    A prompt with the tool results of one completion, for scoring, if a result or a completion of a pair has media; its
+    `modalities` include theirs. For 2 sampled tokens, a result of 4 and 3 sampled ones, `later` holds the first 6.
     """
 
     prompt: EncodedPrompt  # one object for all completions of the prompt
@@ -54,10 +51,9 @@ class Conversation(EncodedPrompt):
 @dataclass(eq=False, kw_only=True)
 class Contexts(EncodedPrompt):
     """
-    A prompt and the contexts that replaced it in the course of one completion, such as contexts with only the last few
-    screenshots. The inherited fields are the first prompt's, except for `modalities`, which is the union of all.
-
-    With `ends=[3, 8]`, the first 3 tokens of the completion follow the first prompt, and the next 5 the second prompt.
+    A prompt and the contexts that replaced it within one completion, such as those with only the last few screenshots,
+    with the `modalities` of all. With `ends=[3, 8]`, the first 3 tokens follow the first prompt, and the next 5 the
+    second.
     """
 
     prompts: list[EncodedPrompt]  # the first prompt, then the contexts that replaced it
@@ -217,11 +213,9 @@ def encode_prefix(
     processor: Processor | None = None,
 ) -> EncodedPrompt:
     """
-    Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn.
-
-    `completion_ids` end with the last result. `encoded_results` holds results with their start in the completion: for
-    2 sampled tokens and a result of 4 tokens, `[(2, result)]`; for a completion that has media itself,
-    `[(0, completion)]`. With a `processor`, positions after media are those of [`engine_position_ids`].
+    Encodes a prompt, and its completion up to the last tool result, as the prompt of the next turn. `encoded_results`
+    holds results with their start in the completion, `[(0, completion)]` for one with media itself. With a
+    `processor`, positions after media are those of [`engine_position_ids`].
     """
     completion_length = len(completion_ids)
     ids = torch.cat([prompt.input_ids, torch.tensor(completion_ids, dtype=torch.long)])

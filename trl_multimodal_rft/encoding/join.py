@@ -58,19 +58,7 @@ def _for_json(value: MediaRef | np.ndarray | torch.Tensor | PIL.Image.Image | by
 def common_start(first: EncodedPrompt, token_ids: Sequence[list[int]]) -> tuple[EncodedPrompt, list[list[int]]]:
     """
     Splits sequences after their longest common prefix: `[1, 2, 3]` and `[1, 2, 4]` into `[1, 2]`, `[3]` and `[4]`.
-
-    Args:
-        first (`EncodedPrompt`):
-            The first sequence, with the media that all sequences share.
-        token_ids (`Sequence[list[int]]`):
-            Token ids of all sequences, with one placeholder token per image, audio or video.
-
-    Returns:
-        `tuple`: The common prefix as a prompt, and the ids of each sequence after the prefix.
-
-    Raises:
-        `ValueError`: If the first tokens differ, or if `first` doesn't end with the ids of `token_ids[0]` after the
-            prefix.
+    `token_ids` have one placeholder per medium, and `first` is the first sequence, with the media that all share.
     """
     n = next(
         (i for i, column_ids in enumerate(zip(*token_ids, strict=False)) if len({*column_ids}) > 1),

@@ -99,11 +99,8 @@ def with_budgets(ref: MediaRef) -> MediaRef:
 
 def budgeted_size(height: int, width: int, options: dict[str, Any], factor: int = 1) -> tuple[int, int]:
     """
-    Returns an image's size within `min_pixels` and `max_pixels`, with the same aspect ratio.
-
-    If the size changes, its sides become multiples of `factor`, to which the processor rounds. If no such size is
-    within both limits, only `max_pixels` applies. With the factor 10 and at most 5,000 pixels, 100 x 200 becomes
-    50 x 100.
+    Returns an image's size within `min_pixels` and `max_pixels`, with the same aspect ratio. If it changes, its sides
+    become multiples of `factor`, to which the processor rounds. If no such size is within both, `max_pixels` counts.
     """
     min_pixels = options.get("min_pixels", 0)
     max_pixels = options.get("max_pixels", math.inf)
@@ -478,11 +475,8 @@ def replace_refs(messages: list[dict], decoded: dict[int, Any]) -> list[dict]:
 
 def join_tensors(media: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """
-    Joins tensors of media by name, on any device.
-
-    Tensors are concatenated on the first dimension, tensors with all patches in one row on the last dimension. Other
-    dimensions are right-padded. Indices into another tensor are shifted by the length of that tensor in earlier media:
-    after 3 patches of a first prompt, the index 1 of a second prompt becomes 4. Negative indices are padding.
+    Joins tensors of media by name, on the first dimension, or on the last if all patches are in one row; others are
+    right-padded. Indices into another tensor move by its length in earlier media. Negative ones are padding.
     """
     tensors_by_name: dict[str, list[torch.Tensor]] = {}
     lengths: Counter[str] = Counter()  # product of all dimensions except the last, summed over earlier media, by name

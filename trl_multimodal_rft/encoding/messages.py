@@ -19,6 +19,7 @@ from ..data.rows.rendered import NO_MARKS, TemplateMarks
 from ..data.rows.thoughts import is_part_of_tag, opened_thought
 from ..data.rows.values import block_modality
 from ..families import family_of_processor
+from ..modalities import ENCODER_OF
 from .media import check_has_frames
 from .processors import Processor, control_tokens, tokenizer_of
 
@@ -174,11 +175,9 @@ def check_written(
     sampled: bool = False,
 ) -> None:
     """
-    Raises a [`MediaError`] if the chat template silently leaves out a part of a message.
-
-    Checks only the messages from `first_index` on, which are those of `column`. Skips the assistant's messages if they
-    are `sampled`, because templates may leave out their thoughts. Renders each message as the last one of a chat,
-    because templates may leave out the thoughts of earlier messages.
+    Raises a [`MediaError`] if the chat template silently leaves out a part of a message from `first_index` on. Renders
+    each message as the last one of a chat, as templates may leave out earlier thoughts, and skips the assistant's if
+    they are `sampled`.
     """
 
     def render(chat: list[dict[str, Any]]) -> str | None:
@@ -257,7 +256,7 @@ def check_placeholders(
     present_ids = set(input_ids.tolist())
     for ref in refs:
         # A processor may write videos with the image token
-        ids = placeholders[ref.modality] | (placeholders["image"] if ref.modality == "video" else set())
+        ids = placeholders[ref.modality] | placeholders[ENCODER_OF[ref.modality]]
         if not media or not ids & present_ids:
             raise ref.error(
                 f"the chat template wrote no placeholder for this {ref.modality}, so the model would not get it; use "

@@ -634,10 +634,8 @@ def prompt_position_ids(
 
 def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
     """
-    Returns whether the ids `(P,)` of a prompt have sounds within videos, which the model's positions depend on.
-
-    Raises:
-        [`MediaError`]: If the prompt has videos with sounds and videos without sounds.
+    Returns whether the ids `(P,)` of a prompt have sounds within videos, on which the model's positions depend. Raises
+    a [`MediaError`] if only some of the videos have sounds.
     """
     if not family_of(model).hears_videos:
         return False
@@ -657,11 +655,8 @@ def hears_videos(model: PreTrainedModel, input_ids: torch.Tensor) -> bool:
 
 def engine_position_ids(positions: torch.Tensor, is_media: torch.Tensor) -> torch.Tensor:
     """
-    Returns positions by the rule of vLLM, under which text after media continues one after the largest position.
-
-    Takes the model's positions `(1, P)` or `(R, 1, P)` and the mask of media tokens `(P,)`. Keeps the shape.
-
-    After a video at the times 2, 3, 4 and the heights and widths 2, 2, 2, text begins at 5, even if at 3 in the model.
+    Returns positions by the rule of vLLM, under which text after media continues one after the largest position: at 5
+    after heights of 2 and times of 2 to 4. Takes and returns `(1, P)` or `(R, 1, P)`; the mask of media is `(P,)`.
     """
     if positions.dim() < 3:
         return positions

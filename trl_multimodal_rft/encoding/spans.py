@@ -33,10 +33,8 @@ class Spans(NamedTuple):
 
 def token_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenText:
     """
-    Returns the text of tokens, and where each of them ends.
-
-    For example, four tokens, of which the second and third are the bytes of an é, have the text "cés" and the ends
-    1, 1, 2 and 3.
+    Returns the text of tokens, and where each of them ends. Four tokens, of which the second and third are the bytes
+    of an é, have the text "cés" and the ends 1, 1, 2 and 3.
     """
     pieces: list[str] = []
     ends: list[int] = []
@@ -59,10 +57,9 @@ def token_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenT
 
 def common_spans(tokens: TokenText, other: TokenText) -> Spans:
     """
-    Returns the shortest spans of a text whose ends are ends of tokens on both sides. The tokenizer of `other` may
-    write the text differently, for example in small letters. Then the spans end where the texts first differ.
-
-    For example, the tokens `th|e b|ir|d.` and `t|h|e |bir|d|.` have three spans: 0, 1, 1, 2 and 0, 0, 1, 1, 2, 2.
+    Returns the shortest spans of a text whose ends are ends of tokens on both sides: `th|e b|ir|d.` and `t|h|e
+    |bir|d|.` have three. If the tokenizer of `other` writes the text differently, the spans end where the texts first
+    differ.
     """
     length = _common_length(tokens.text, other.text)
     other_ends = other.ends

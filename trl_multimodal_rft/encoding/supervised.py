@@ -491,11 +491,9 @@ class SupervisedEncoder(TextEncoder):
 
 def _assistant_mask(encoder: SupervisedEncoder, messages: list, sequence: SupervisedSequence) -> torch.Tensor:
     """
-    Returns the mask of the assistant's tokens, which are the tokens that its turns add to the rendered text.
-
-    In the sequence, a turn starts later than in the text, by the number of tokens that earlier media add. After an
-    image of 256 tokens, which has one placeholder in the text, the number is 255. The number is computed once for all
-    turns after the same media.
+    Returns the mask of the assistant's tokens, which are those that its turns add to the rendered text. In the
+    sequence, a turn starts later by the tokens that earlier media add, computed once for all turns after the same
+    media.
     """
     label = f"row {sequence.row}"
     ids = sequence.input_ids.tolist()

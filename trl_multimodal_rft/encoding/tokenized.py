@@ -17,15 +17,7 @@ from .sequences import SupervisedSequence, check_learned, with_text
 
 @dataclass(eq=False)
 class TextEncoder:
-    """
-    Encoder of rows of text, without media.
-
-    Args:
-        processing_class ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's processor.
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
-    """
+    """Encoder of rows of text, without media, by the processor and the unwrapped model."""
 
     processing_class: Processor
     model: PreTrainedModel
@@ -40,19 +32,9 @@ class TextEncoder:
 
     def encode_tokens(self, row: Row, completion_only: bool | None = None) -> SupervisedSequence:
         """
-        Encodes a tokenized row of text. Tokens are learned unless their label is -100, see [`row_labels`].
-
-        Args:
-            row ([`~data.rows.batches.Row`]):
-                Row.
-            completion_only (`bool`, *optional*):
-                Whether to learn only tokens of the row's `completion_mask`.
-
-        Returns:
-            [`SupervisedSequence`]: The sequence.
-
-        Raises:
-            `ValueError`: If ids are placeholders of media, if labels differ from the ids, or if all labels are -100.
+        Encodes a tokenized row of text. Tokens are learned unless their label is -100, see [`row_labels`], or
+        `completion_mask` leaves them out with `completion_only`. Raises a `ValueError` for placeholders of media,
+        labels that differ from the ids, and if nothing is learned.
         """
         label = f"row {row.row_index}"
         ids = torch.tensor(row["input_ids"])
@@ -74,19 +56,7 @@ class TextEncoder:
 
     def encode_text(self, text: str, row_index: int) -> SupervisedSequence:
         """
-        Encodes a text with the EOS token, tokenized as in TRL. All tokens are learned.
-
-        Args:
-            text (`str`):
-                Text.
-            row_index (`int`):
-                Index of its row, for errors.
-
-        Returns:
-            [`SupervisedSequence`]: The sequence.
-
-        Raises:
-            `ValueError`: If `text` isn't a string.
+        Encodes a text with the EOS token, tokenized as in TRL. All tokens are learned. `row_index` is for errors.
         """
         if not isinstance(text, str):
             raise ValueError(

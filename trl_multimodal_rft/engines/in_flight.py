@@ -269,12 +269,9 @@ def request_keys(
     prompts: Sequence[Any], row_indices: Sequence[int], indices: Sequence[int], batch_index: int, seed: int
 ) -> list[Key]:
     """
-    Returns the keys of requests. A request is for consecutive completions of the same prompt. `row_indices` and
-    `indices` hold, per completion, the row index and the index in the batch of all ranks.
-
-    A request's seed is a 32-bit hash of the run's `seed`, the batch and the row, plus the first completion's index. So
-    the parts of a group that straddles ranks get different seeds, such as `hash + 2` for completions 2 and 3, and
-    `hash + 4` for 4 and 5.
+    Returns the keys of requests, each for consecutive completions of the same prompt. A request's seed is a 32-bit
+    hash of run, batch and row, plus the first completion's index, so that parts of a group on two ranks get different
+    seeds.
     """
     keys = []
     for _, prompt_group in groupby(range(len(prompts)), key=lambda i: id(prompts[i])):

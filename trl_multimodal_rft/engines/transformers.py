@@ -20,14 +20,14 @@ from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
 from ..forward.attention import takes_layouts
-from ..forward.decoding import ROOM, CompletionLayer, share_prompts
-from ..forward.features import encode_once, frozen_features, media_inputs
+from ..forward.encoders import encode_once, frozen_features, media_inputs
 from ..forward.masks import KV_CACHE, linear_masks, trees_of, windows_as_forwarded
-from ..forward.prompts import group_by_prompt, left_pad, split_samples
+from ..forward.prompt_groups import group_by_prompt, left_pad, split_samples
+from ..forward.shared_cache import ROOM, CompletionLayer, share_prompts
 from ..models.parts import kept_adapter_state
 from ..models.wrapped import is_unsharded, replaced
 from ..policy import Fallbacks, PolicyForward
-from .decoding import GraphedStep, TokenStep, decode, runner_on, supports_decode, up_to_first_end
+from .token_loop import GraphedStep, TokenStep, decode, runner_on, supports_decode, up_to_first_end
 
 
 # Cache layers without keys; older versions of transformers lack the second class
@@ -82,11 +82,8 @@ class Branches:
 
     def take(self, model: PreTrainedModel, prompts: Sequence[EncodedPrompt]) -> Past | None:
         """
-        Removes the cache, and returns it with its mask and the suffixes of prompts, which must still be prefilled.
-        Returns `None` if the cache can't be used. From the second turn on, `obstacle` then has the reason.
-
-        For example, the cache holds a prompt of 3 tokens and 3 of its 4 sampled tokens. With a result of 5 tokens, the
-        next prompt has 12 tokens, and its suffix is the last 6.
+        Removes the cache, and returns it with its mask and the suffixes of prompts still to be prefilled. `None` if it
+        can't be used; from the second turn on, `obstacle` then has the reason.
         """
         stored = self._stored
         self._stored = None
@@ -209,8 +206,8 @@ def generate_completions(
     """
     Generates a completion of each prompt, equal to the result of `generate` on repeated prompts.
 
-    The model's own forward prefills each unique prompt once, and [`~engines.decoding.decode`] samples completions. For
-    example, the prompts A, A, B and B are prefilled as the rows A and B, and sampled from the rows 0, 0, 1 and 1.
+    The model's own forward prefills each unique prompt once, and [`~engines.token_loop.decode`] samples completions.
+    For example, the prompts A, A, B and B are prefilled as the rows A and B, and sampled from the rows 0, 0, 1 and 1.
     An earlier forward prefills common prefixes of prompts ([`~forward.trees.Node`]) if that saves tokens, unless ranks
     need each other's forwards (`ranks_in_step`). Without `shared_prefill`, or if the model or the options don't allow
     `decode`, `generate` gets each prompt once per completion.
@@ -347,11 +344,8 @@ def _decode_prefilled(
 
 def _prefill_prefixes(forwards: PromptForwards, prompts: Sequence[EncodedPrompt]) -> Past | None:
     """
-    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, the cache's mask, and the suffixes
-    of prompts. Returns `None` if that would save few tokens, or if a prefix could end within media.
-
-    For example, prompts of 8 and 7 tokens have the first 5 in common. The prefix row has 5 tokens, and the 2 suffix
-    rows have 3, with padding, so 11 tokens are forwarded in place of 16.
+    Prefills the common prefixes of prompts. Returns a cache with a row per prompt, its mask, and the suffixes of
+    prompts, or `None` if that would save few tokens, or if a prefix could end within media.
     """
     trees = trees_of(forwards.unwrapped_model, prompts, [0] * len(prompts))
     if len(trees) == len(prompts):  # no two prompts have a common prefix

@@ -47,11 +47,9 @@ def sampling_parameters(config: GenerationConfig) -> dict[str, Any]:
 
 class MultimodalVLLMGeneration(VLLMGeneration):
     """
-    TRL's engine for prompts with media. A prompt's media are processed once for consecutive completions and for all
-    turns of a conversation.
-
-    [`~engines.vllm_in_process.InProcess`] runs vLLM in the trainer's process, and
-    [`~engines.vllm_servers.Servers`] asks servers. They define `_start`, `_complete`, `_load` and `_counters`.
+    TRL's engine for prompts with media, which are processed once for consecutive completions and for all turns of a
+    conversation. [`~engines.vllm_in_process.InProcess`] runs vLLM in the trainer's process,
+    [`~engines.vllm_servers.Servers`] asks servers.
     """
 
     def __init__(
@@ -126,11 +124,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         profiler: AbstractContextManager | None = None,
     ) -> tuple:
         """
-        Samples completions as in TRL, for a `rollout_func`. `num_generations` isn't read: `prompts` has an entry per
-        completion.
-
-        Returns prompt ids, completion ids, log-probabilities, and the ids of the log-probabilities. As in TRL, the
-        last two have a list for each token, here of one entry.
+        Samples completions as in TRL, for a `rollout_func`. `num_generations` isn't read, as `prompts` has an entry
+        per completion. Returns prompt ids, completion ids, and for each token, as TRL, lists of its log-probability
+        and its id.
         """
         requests = self.requests(prompts, images)
         completions = self.sample(requests, profiler=profiler)
@@ -167,11 +163,9 @@ class MultimodalVLLMGeneration(VLLMGeneration):
         room: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         """
-        Returns requests. A request is for consecutive completions of the same prompt object: the prompts A, A, B give
-        two requests, for 2 and 1 completions. The first of the completions sets the `room` and the seed of a request.
-
-        `images` belong to prompts that aren't encoded. `room` has the maximum number of tokens of each completion.
-        `sampling` are vLLM's sampling parameters, by default those of training.
+        Returns requests, each for consecutive completions of the same prompt object, the first of which sets the
+        `room` (most tokens) and the seed. `images` belong to prompts that aren't encoded. `sampling` are vLLM's
+        parameters, by default those of training.
         """
         options = self.sampling if sampling is None else sampling
         seed = options.get("seed")

@@ -37,11 +37,9 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 class EngineAdapter:
     """
-    LoRA adapter of a policy, for vLLM.
-
-    If `is_unmerged`, the engine has the base weights, and gets the adapter separately, up to `versions` versions at a
-    time. Otherwise it gets weights with the adapter merged in; callers use this only for 4-bit weights. 4-bit weights
-    are dequantized in both cases.
+    LoRA adapter of a policy, for vLLM. If `is_unmerged`, the engine has the base weights, and gets up to `versions` of
+    the adapter separately; otherwise weights with it merged in, only for 4-bit weights, which are dequantized in both
+    cases.
     """
 
     def __init__(self, model: "PeftModel", accelerator: Accelerator, is_unmerged: bool = True, versions: int = 1):

@@ -145,19 +145,8 @@ class ServerClient(VLLMClient):
 
 class ServerGroup(ServerClient):
     """
-    Client of several servers, which get the weights by one broadcast. Rank 0 has this client,
-    and samples with the first server. Other ranks have a [`ServerClient`].
-
-    Args:
-        urls (`Sequence[str]`):
-            Addresses of the servers.
-        group_port (`int`):
-            Port of this process, at which the servers join the broadcast.
-        timeout (`float`):
-            Seconds to wait for each server.
-
-    Raises:
-        `ValueError`: If servers have the same seed.
+    Client of several servers, which get the weights by one broadcast at `group_port` and must have different seeds.
+    Rank 0 has it, and samples with the first server. Other ranks have a [`ServerClient`].
     """
 
     def __init__(self, urls: Sequence[str], group_port: int, timeout: float):
@@ -386,10 +375,9 @@ def server_completions(
     salt: str | None = None,
 ) -> list[ServerSample]:
     """
-    Returns completions from a server. Only requests with the same `salt` share a cached prefix.
-
-    Raises a [`RequestLost`] if no answer comes within `timeout` seconds, or if the answer doesn't fit the request.
-    Raises a `RuntimeError` if the server refuses the request.
+    Returns completions from a server. Only requests with the same `salt` share a cached prefix. Raises a
+    [`RequestLost`] if no fitting answer comes within `timeout` seconds, and a `RuntimeError` if the server refuses the
+    request.
     """
     n_logps = request.count * request.max_tokens * (1 + (options.get("logprobs") or 0))
     body = {**_request_body(model, request, options), **({} if salt is None else {"cache_salt": salt})}

@@ -177,13 +177,9 @@ def completions_in(
     end_ids: Collection[int] = (),
 ) -> list[ServerSample]:
     """
-    Returns the `count` completions in the body of an answer. Raises a `ValueError` with a one-line message if some
-    are missing or unfinished, or if the answer breaks one of these rules:
-
-    - A completion has 1 to `max_tokens` tokens, and their ids are below `vocab_size`.
-    - No token is one of the `placeholders` of media.
-    - Only the last token may be one of the `end_ids`, which end a text.
-    - Each token has a log-probability, or `None` in place of it.
+    Returns the `count` completions in an answer. Raises a one-line `ValueError` unless each has 1 to `max_tokens` ids
+    below `vocab_size`, none a placeholder and only the last one an end, with a log-probability or `None` in place of
+    it.
     """
     choices = list_in(body, "choices", "completions")
     try:
@@ -238,12 +234,9 @@ def _sample_in(
 
 def scores_in(body: bytes, ids: Sequence[int], n: int, k: int, vocab_size: int) -> list[dict[int, float]]:
     """
-    Returns the log-probabilities of the `k` most likely tokens at the last `n` positions of a prompt with these `ids`,
-    from the body of an answer. Raises a `ValueError` with a one-line message if the answer breaks one of these rules:
-
-    - It has as many positions as the prompt has tokens.
-    - A position has the prompt's token and at least `k` tokens, and their ids are below `vocab_size`.
-    - Their log-probabilities are numbers of at most 0, and the sum of their probabilities is at most 1.
+    Returns the log-probabilities of the `k` likeliest tokens at the last `n` positions of a prompt. Raises a one-line
+    `ValueError` unless each position has the prompt's token and `k` tokens below `vocab_size`, with numbers of at most
+    0 whose probabilities sum to at most 1.
     """
     positions = list_in(body, "prompt_logprobs", "scores")
     if len(positions) != len(ids):

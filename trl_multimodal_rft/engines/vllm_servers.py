@@ -43,15 +43,8 @@ _METRICS_SECONDS = 10.0  # time limit for reading a server's counters
 
 class Servers(MultimodalVLLMGeneration):
     """
-    vLLM's servers (`vllm_mode="server"`). Each rank samples with one of them, and rank 0 sends the weights to all.
-
-    Args:
-        placeholders (`Collection[int]`):
-            Ids that no completion may have.
-        adapter_folder (`str`, *optional*):
-            Folder from which servers read adapters.
-        max_staleness (`int`, *optional*, defaults to `0`):
-            Maximum number of generation batches that are requested beyond the next batch to train on.
+    vLLM's servers (`vllm_mode="server"`). Each rank samples with one of them, and rank 0 sends the weights to all, or
+    an adapter by `adapter_folder`. No completion may have the ids `placeholders`.
     """
 
     def __init__(

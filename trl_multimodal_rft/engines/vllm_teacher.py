@@ -14,21 +14,8 @@ from .vllm_versions import engine_obstacle
 
 class ServerTeacher:
     """
-    Teacher on a vLLM server.
-
-    Args:
-        url (`str`):
-            Address of the server.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The student's processing class, by which prompts are encoded.
-        timeout (`float`):
-            Seconds to wait for the server.
-        trust_remote_code (`bool`):
-            Whether to run code that comes with the served model's config.
-
-    Raises:
-        `ImportError`: If vLLM isn't installed in this environment, too, where its renderer processes media.
-        `ValueError`: If the server runs another version of vLLM, or takes no media.
+    Teacher on a vLLM server. `processor`, the student's, encodes its prompts; vLLM must be installed here, too, as its
+    renderer processes media. Raises a `ValueError` if the server has another version, or takes no media.
     """
 
     def __init__(
@@ -60,12 +47,8 @@ class ServerTeacher:
         self, prompts: Sequence[EngineRequest], completions: Sequence[list[int]], width: int, k: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Returns the `k` most likely tokens at each position of `N` completions, and their log-probabilities. Both have
-        shape `(N, width, k)`, lie on the CPU, and are 0 after a completion's end. The `width` is at least the length
-        of the longest completion.
-
-        The server scores all tokens but the first. Of a prompt of 3 tokens with a completion of 2, it scores 4 tokens,
-        of which the last 2 count.
+        Returns the `k` likeliest tokens at each position of `N` completions, and their log-probabilities, both `(N,
+        width, k)` on the CPU, 0 after a completion's end. The server scores all tokens but the prompt's first.
         """
         ids = torch.zeros(len(completions), width, k, dtype=torch.long)
         logps = torch.zeros(len(completions), width, k)

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
+from ..trainers.base.config_options import check_values, help_from_docstring
 from ..trainers.base.conflicts import Conflicts, raise_first
-from ..trainers.base.options import check_values, help_from_docstring
 from ..views.views import as_view
 
 

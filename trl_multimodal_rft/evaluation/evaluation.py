@@ -38,7 +38,7 @@ from ..progress import progress_bar
 from ..rewards.calls import dropped_tags, reward_loop
 from ..rewards.ready.choices import extracted_answer
 from ..rollout.collect import collect
-from ..rollout.completions import Ends
+from ..rollout.completion_columns import Ends
 from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Prompted

@@ -23,7 +23,7 @@ from ..encoding.prompts import EncodedPrompt
 from ..engines.samplers import Samples, TransformersSampler
 from ..families import family_of
 from ..forward.attention import install_prefix_attention
-from ..forward.features import install_encoder_attention
+from ..forward.encoders import install_encoder_attention
 from ..forward.masks import sharing_obstacle
 from ..models.modes import ignore_deprecated_names, kept_random_state
 from ..models.wrapped import unwrapped

@@ -42,6 +42,7 @@ from ..checks.rounding import NOISE_FACTOR, exceeds_rounding, noise_of, perturbe
 from ..cli.check import RowChecker, read_inputs
 from ..data.reading.refs import iter_refs
 from ..data.reading.rules import OPTION_NAMES
+from ..data.rows.names import MEDIA_COLUMNS
 from ..encoding.prompts import EncodedPrompt, placeholder_token_ids
 from ..engines.samplers import Sampler
 from ..models.modes import fix_batch_norms
@@ -232,19 +233,7 @@ def reward(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[floa
 
 
 class Comparison:
-    """
-    Runs of the two trainers.
-
-    Args:
-        args (`argparse.Namespace`):
-            Options of the command.
-        rows (`Dataset`):
-            Rows of the steps.
-        processor ([`~transformers.ProcessorMixin`] or [`~transformers.PreTrainedTokenizerBase`]):
-            The model's processor, or a tokenizer for text.
-        folder (`str`):
-            Folder for files of the trainers.
-    """
+    """Runs of the two trainers on the same rows; `folder` is for the trainers' files."""
 
     def __init__(
         self, args: argparse.Namespace, rows: Dataset, processor: ProcessorMixin | PreTrainedTokenizerBase, folder: str
@@ -468,7 +457,7 @@ def _first_rows(
 def _reads_only_images(rows: Dataset) -> bool:
     for index in range(len(rows)):
         row = rows[index]
-        if any(row.get(column) is not None for column in ("audio", "audios", "video", "videos")):
+        if any(row.get(column) is not None for column, modality in MEDIA_COLUMNS.items() if modality != "image"):
             return False
         if any(ref.modality != "image" for ref in iter_refs(row["prompt"])):
             return False

@@ -83,25 +83,9 @@ _PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
 
 def figure_of(log_history: list[dict[str, Any]], title: str | None = None) -> "Figure":
     """
-    Draws the metrics of a trainer's log. There is a panel for each of these metrics that the log has:
-
-    - the reward, ± the standard deviation over completions, and `eval_reward`;
-    - held-out accuracy, also without one modality, pass@k and majority@k with their confidence intervals, see
-      [`GenerationEvalCallback`];
-    - accuracy and margin of pairs, for preferences and reward models, also on held-out pairs;
-    - each reward function, if there are several;
-    - the entropy of tokens;
-    - the length of completions, from the shortest to the longest;
-    - the contribution of the media to the completions, in total and by modality;
-    - the KL divergence from the reference;
-    - the explained variance and the loss of the critic.
-
-    A curve of more than 60 logs is thin. A thick line shows its exponential moving average over a fortieth of the
-    logs. The number in a panel's corner, or next to a curve's name, is the last value.
-
-    Raises:
-        `ImportError`: If matplotlib is missing.
-        `ValueError`: If the log has no metric to draw.
+    Draws the metrics of a trainer's log, a panel for each that it has: rewards, held-out results, pairs, entropy,
+    lengths, contribution of media, divergence and critic. Over 60 logs, a thick line shows the exponential average
+    over a fortieth of them. Raises a `ValueError` if there is nothing to draw.
     """
     figure_module = require_module("matplotlib.figure", "plots")
     ticker = require_module("matplotlib.ticker", "plots")

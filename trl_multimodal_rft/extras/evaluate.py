@@ -14,7 +14,7 @@ from trl import ModelConfig, get_quantization_config
 from ..cli.arguments import RFTScriptArguments, ToolArguments, option
 from ..cli.inputs import load_split, model_init_kwargs, with_prompts
 from ..cli.preflight import check_model_and_dataset
-from ..cli.prompts import with_system_message
+from ..cli.templates import with_system_message
 from ..data import load_avqa, load_geo3k, load_mmau
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.load import only_split

@@ -21,9 +21,9 @@ from ..encoding.media import budgeted_size
 from ..models.modes import checkpoint_activations
 from ..models.parts import count_parts, freeze, freeze_backbone
 from ..models.pretrained import read_config
-from ..trainers.base.options import as_names
+from ..trainers.base.config_options import as_names
 from ..versions import cache_name
-from ..views.options import LossView, view_option
+from ..views.view_options import LossView, view_option
 
 
 _TILE = 32768  # number of logits per token that are in memory at once

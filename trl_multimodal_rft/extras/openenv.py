@@ -268,11 +268,9 @@ def _pixels(value: Value) -> np.ndarray:
 
 def _move_blocks(value: Any, blocks: list[Json], media: Mapping[str, str], modality: str | None = None) -> list[Any]:
     """
-    Moves the content blocks of a JSON value to `blocks`. Returns a list with the rest of the value, or an empty list.
-    Blocks hold data, never paths or URLs, which a server could choose at will. With a `modality`, the value itself is
-    data in base64, or an image as lists of pixels.
-
-    For example, `{"text": "hi", "shot": "data:image/png;base64,AA=="}` adds an image block, and returns `["hi"]`.
+    Moves the content blocks of a JSON value to `blocks`, and returns a list with the rest, or an empty one. Blocks
+    hold data, never paths or URLs, which a server could choose at will. With a `modality`, the value is base64 or
+    lists of pixels.
     """
     n_before = len(blocks)
     block_type = value.get("type") if isinstance(value, dict) else None

@@ -15,8 +15,8 @@ import requests
 
 from ..credentials import masked, without_credentials
 from ..data.reading.decoding import load_audio, load_image, load_video
-from ..data.reading.files import png, wav
 from ..data.reading.http import Answer, NoAnswer, TooLarge, ask, list_in, numbers_in
+from ..data.reading.media_files import png, wav
 from ..data.reading.refs import MediaRef, iter_refs
 from ..data.reading.rules import DEFAULT_RULES, MediaRules
 from ..data.rows.cells import cell_value

@@ -20,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..families import family_of
 from ..models.wrapped import replaced
 from . import kernels
-from .decoding import Decoding
-from .features import install_encoder_attention, original_encoders
+from .encoders import install_encoder_attention, original_encoders
 from .kernels import AttentionOptions
 from .layout import PrefixLayout
 from .masks import sharing_obstacle
+from .shared_cache import Decoding
 from .states import gather_copies, install_prefix_states
 
 
@@ -50,7 +50,7 @@ def install_prefix_attention(model: PreTrainedModel) -> None:
     The decoder's attention function takes a [`PrefixLayout`] or a [`Decoding`] as the keyword argument `prefix_layout`
     of the forward. Layers that carry a state from token to token, such as linear attention, take a layout, too
     ([`~forward.states.install_prefix_states`]). Without the argument, results are the same as before. Encoders get a
-    faster attention with the same results ([`~forward.features.install_encoder_attention`]).
+    faster attention with the same results ([`~forward.encoders.install_encoder_attention`]).
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -167,13 +167,9 @@ def _prefix_attention(
     options: AttentionOptions,
 ) -> tuple[torch.Tensor, None]:
     """
-    Computes attention of a packed row.
-
-    Causal layers run a variable-length kernel if there is one. All other attention runs block by block with masks. An
-    index puts the outputs into row order: `varlen_restore_index` with the kernel, else `restore_index`.
-
-    Shapes: query `(1, heads, T, head_dim)`, key and value `(1, key heads, T, head_dim)`; returns `(1, T, heads,
-    head_dim)`. `T` is the number of tokens of the row.
+    Computes attention of a packed row of `T` tokens: causal layers by a variable-length kernel if there is one, others
+    block by block with masks; an index restores the row's order. Query, key and value are `(1, heads, T, head_dim)`,
+    the result `(1, T, heads, head_dim)`.
     """
     layer_type = None  # masks and windows are by layer type, which is `None` if all layers have one type
     if None not in layout.blocks[0].layer_masks[0]:
@@ -250,11 +246,9 @@ def _grouped_attention(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """
-    Computes attention with the query heads that share a key head as one longer sequence of queries.
-
-    `heads_per_key` is `G`. Shapes for `M` branches with `L` queries and `K` keys each: query `(M, heads, L,
-    head_dim)`, key and value `(M, heads / G, K, head_dim)`, mask `(1 or M, 1, L * G, K)`; returns `(M, L, heads,
-    head_dim)`.
+    Computes attention with the `G = heads_per_key` query heads of a key head as one longer sequence. For `M` branches:
+    query `(M, heads, L, head_dim)`, key and value `(M, heads / G, K, head_dim)`, mask `(1 or M, 1, L * G, K)`; returns
+    `(M, L, heads, head_dim)`.
     """
     folded = query.unflatten(1, (-1, heads_per_key)).transpose(2, 3).flatten(2, 3)
     dropout = options.get("dropout", 0.0)
@@ -265,10 +259,8 @@ def _grouped_attention(
 
 def _rescale(module: nn.Module, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """
-    Replaces the scale of queries `(B, heads, T, head_dim)` in families that scale a query by its position.
-
-    The layer has already scaled a query by its position in the row. The result is scaled by the query's position in
-    its own sequence instead, `positions` `(B, T)`.
+    Replaces the scale of queries `(B, heads, T, head_dim)` in families that scale by position: the layer took the
+    position in the row, and `positions` `(B, T)` are those in a query's own sequence.
     """
     query_scale = family_of(module).query_scale
     row_scale = query_scale(module, torch.arange(positions.size(-1), device=positions.device))

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .decoding import Decoding
 from .layout import PrefixLayout
+from .shared_cache import Decoding
 from .states import install_prefix_states
 
 
@@ -89,11 +89,8 @@ def _compiled_class(
     layer_class: type[nn.Module], options: Options, report: Callable[[str], None], errors: list[str]
 ) -> type[nn.Module]:
     """
-    Returns a subclass of a layer class with the same name and a compiled forward. If there are `errors` of compiling
-    any class, its forward isn't compiled.
-
-    `nn.Module.compile` isn't used, as it would include the gradient checkpointing that transformers adds around the
-    forward of a layer. Within checkpointing, attention can't be left out of the graph, so nothing would be compiled.
+    Returns a subclass of a layer class with the same name and a compiled forward, unless there are `errors` of any
+    class. `nn.Module.compile` would include gradient checkpointing, within which attention can't leave the graph.
     """
     compiled = torch.compile(layer_class.forward, **options)
     log = logging.getLogger("torch._dynamo.convert_frame")

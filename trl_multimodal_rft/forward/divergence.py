@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from ..algorithms.spans import span_divergence
+from ..algorithms.span_divergence import span_divergence
 from .autograd import Context
 from .head import HeadRule, fused_scores, gather_weights
 
@@ -46,10 +46,8 @@ def head_of(model: PreTrainedModel, rule: HeadRule) -> Head:
 @dataclass(frozen=True)
 class Target:
     """
-    A teacher's distributions of completion tokens, to which [`divergences`] compares the distributions of a student.
-
-    A target has either `hidden` and `head`, for distributions over the whole vocabulary, or `ids` and `logps`, for
-    the log-probabilities of the teacher's `K` most likely tokens. Shapes are for `B` completions of up to `C` tokens.
+    A teacher's distributions of completion tokens, for [`divergences`]: `hidden` and `head` for the whole vocabulary,
+    or `ids` and `logps` of the `K` likeliest tokens. Shapes are for `B` completions of up to `C` tokens.
     """
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare
@@ -72,7 +70,7 @@ class Target:
 
 @dataclass(frozen=True)
 class SpanTarget:
-    """A teacher's log-probabilities of spans of the sampled tokens, for [`~algorithms.spans.span_divergence`]."""
+    """A teacher's log-probabilities of spans of tokens, for [`~algorithms.span_divergence.span_divergence`]."""
 
     mask: torch.Tensor  # (B, C), 1 on tokens to compare, which are in spans
     student_rule: HeadRule
@@ -203,14 +201,9 @@ def top_k_divergence(
     add_tail: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes the divergence of [`divergences`] over a teacher's `K` most likely tokens, and the student's entropy.
-
-    With `add_tail`, like TRL's `loss_add_tail`, all other tokens count as one token. Its probability under a model is
-    1 minus the sum over the `K` tokens. The result is then a lower bound of the divergence over all tokens. Otherwise,
-    the distributions are renormalized over the `K` tokens. A token with a `logps` of minus infinity is left out.
-
-    Shapes: `hidden` `(N, H)`, `ids` and `logps` `(N, K)`; returns `(N,)` twice. The teacher's `logps` are at the
-    temperature already.
+    Computes [`divergences`] over a teacher's `K` likeliest tokens (`ids`, `logps` `(N, K)`, at the temperature
+    already) for `hidden` `(N, H)`, and the student's entropy, `(N,)` twice. With `add_tail`, all others count as one
+    token, which gives a lower bound; otherwise both are renormalized.
     """
 
     options = _Options(head.rule, beta, temperature, add_tail)

@@ -58,11 +58,9 @@ class HeadRule:
 
 def head_rule(model: PreTrainedModel) -> HeadRule | None:
     """
-    Measures the scale and soft cap of a model's logits, which its config may omit or misstate.
-
-    The forward of the model's class runs on two tokens, while backbone and head return fixed values. Weights aren't
-    read, so they may be on any device, or not loaded yet. Returns `None` if the model changes logits in any other way,
-    for example by leaving some out.
+    Measures the scale and soft cap of a model's logits, which its config may omit or misstate, by the forward of its
+    class with fixed backbone and head, so weights needn't be loaded. `None` if the model changes logits in any other
+    way.
     """
     head = cast(nn.Linear | None, model.get_output_embeddings())
     backbone = _backbone(model)

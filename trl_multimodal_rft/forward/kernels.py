@@ -46,11 +46,9 @@ def varlen_attention(
     uses_library: bool = False,
 ) -> torch.Tensor:
     """
-    Computes attention within sequences of a row, by torch's kernel, or by flash-attn if `uses_library`.
-
-    `window_size` is the number of keys that a query attends to before and after its own position, -1 for all. With
-    `(-1, 0)`, attention is causal. Shapes for `Q` queries and `K` keys of all sequences: query `(Q, heads, head_dim)`,
-    key and value `(K, key heads, head_dim)`; returns `(Q, heads, head_dim)`.
+    Computes attention within sequences of a row, by torch's kernel, or flash-attn if `uses_library`. `window_size`
+    counts keys before and after a query, -1 for all: `(-1, 0)` is causal. Query `(Q, heads, head_dim)`, key and value
+    `(K, key heads, head_dim)`.
     """
     scaling = scaling or query.size(-1) ** -0.5
     head_dim = value.size(-1)
@@ -92,11 +90,9 @@ def merged_attention(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """
-    Computes causal attention within sequences of a row, in which queries also attend to all keys of a shared sequence.
-
-    The first call of torch's kernel is causal attention within `sequences`. In the second call, the `R` queries at
-    `index` (`None`: all) attend to shared keys, by `shared_sequences`. Both outputs are merged by log-sum-exp as in
-    [Ring Attention](https://huggingface.co/papers/2310.01889). Shapes are as in [`varlen_attention`].
+    Computes causal attention within `sequences` of a row; the `R` queries at `index` (`None`: all) attend to all keys
+    of a shared sequence, too, merged by log-sum-exp as in [Ring Attention](https://huggingface.co/papers/2310.01889).
+    Shapes as in [`varlen_attention`].
     """
     scaling = scaling or query.size(-1) ** -0.5
     head_dim = value.size(-1)
@@ -224,11 +220,8 @@ def attention_with_lse(
     visible_key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Computes attention to all keys, and the log-sum-exp of the scores.
-
-    The log-sum-exp is a key's score minus its log-probability. `visible_key` is the index of a key for this, which
-    `mask` (additive) must not mask. Shapes: query `(B, heads, Q, head_dim)`, key and value `(B, key heads, K,
-    head_dim)`; returns `(B, heads, Q, head_dim)` and `(B, heads, Q)`.
+    Computes attention `(B, heads, Q, head_dim)`, and the log-sum-exp of the scores `(B, heads, Q)`: the score of the
+    key `visible_key`, which the additive `mask` must not mask, minus its log-probability.
     """
     if softcap is None and query.size(-1) == value.size(-1) <= 256:
         if query.device.type == "cpu":

@@ -9,15 +9,9 @@ import torch
 @dataclass(frozen=True, eq=False)
 class Causal:
     """
-    Attention of a prompt and of text after it, in which a token sees the last `window` tokens, itself included
-    (`None`: all).
-
-    With a `prompt` `(P, 2)`, a token of the prompt sees a span of the prompt instead: from the first number of its row
-    to before the second. For example, a prompt of 4 tokens, in which tokens 1 and 2 are an image that sees itself, has
-    the rows `[0, 1], [0, 3], [0, 3], [0, 4]` and a `lookahead` of 1. With a `lookahead`, spans start within the
-    window, and end at most `lookahead` tokens after the token. If `lookahead` is `None`, spans are arbitrary.
-
-    If a token of the prompt sees tokens with gaps between them, `prompt` is a boolean mask `(P, P)`.
+    Attention in which a token sees the last `window` tokens (`None`: all), itself included. A token of a `prompt` `(P,
+    2)` sees the span from its row's first number to before the second, up to `lookahead` (`None`: any) tokens after
+    it; with gaps, `prompt` is a boolean mask `(P, P)`.
     """
 
     window: int | None = None

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..encoding.prompts import EncodedPrompt
 from .layer_masks import Causal, LayerMask, span_mask
-from .prompts import group_by_prompt, to_device, with_equal_dims
+from .prompt_groups import group_by_prompt, to_device, with_equal_dims
 from .trees import Node, leaf, walk
 
 
@@ -62,13 +62,9 @@ MASK_ALIGNMENT = 16
 @dataclass(eq=False)
 class PrefixBlock:
     """
-    `N` prompts of similar length and their `M` branches. Attention takes two calls: the prompts, then the branches.
-
-    A common start of prompts counts as a prompt, and the remainders as its branches. Another block holds the
-    completions after a remainder, with an empty `prompt_index`, since the block of the common start computes the
-    remainder. Indices are positions in the packed row, padded on the right by repeats of the last position. The row in
-    the module's example has one block: `prompt_index` `[[0, 1, 2]]`, `branch_index` `[[3, 4], [5, 5]]`, `key_index`
-    `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
+    `N` prompts of similar length, or common starts of prompts, and their `M` branches, which take two calls of
+    attention. Indices are positions in the packed row, padded on the right by repeats: `prompt_index` `[[0, 1, 2]]`,
+    `branch_index` `[[3, 4], [5, 5]]`, `key_index` `[[0, 1, 3, 4], [0, 1, 5, 5]]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts, `(N, P)`; `(0, 0)` if this block computes branches alone
@@ -90,11 +86,9 @@ class PrefixBlock:
 @dataclass(eq=False)
 class StateLayout:
     """
-    A packed row as two batches, for layers that carry a state from token to token: `N` prompts without their last
-    token, and `M` branches. A branch starts from the last state of its prompt in the first batch.
-
-    Indices are positions in the packed row. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index`
-    `[[3, 4], [5, 5]]`, and `restore_index` `[0, 1, 2, 2, 3, 4]`: the prompt's last token takes the output of a copy.
+    A packed row as two batches, for layers that carry a state: `N` prompts without their last token, from whose states
+    `M` branches start. In the module's example, `prompt_index` is `[[0, 1]]`, `branch_index` `[[3, 4], [5, 5]]`,
+    `restore_index` `[0, 1, 2, 2, 3, 4]`.
     """
 
     prompt_index: torch.Tensor  # of the prompts without their last token, padded on the left, `(N, H)`
@@ -293,11 +287,9 @@ class PrefixLayout:
         self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, is_causal: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        Returns the queries, keys and mask of a block's prompts in layers of a type; cached, on the row's device.
-
-        Prompts much longer than their windows are split into `C` chunks, which attend to nearby keys alone. Otherwise,
-        `C` is 1. Queries `(N * C, L)` and keys `(N * C, K)` are positions in the row. The mask is additive,
-        `(1 or N * C, 1, L, K)`, or `None` if prompts are plain causal and the kernel `is_causal` without a mask.
+        Returns positions of queries `(N * C, L)` and keys `(N * C, K)` of a block's prompts, cached, and an additive
+        mask `(1 or N * C, 1, L, K)`, `None` if plain causal. Prompts much longer than their windows are `C` chunks,
+        which see nearby keys alone; else `C` is 1.
         """
         all_causal = all(masks[layer_type] is None for masks in block.layer_masks)
         if all_causal and is_causal:
@@ -323,12 +315,9 @@ class PrefixLayout:
         self, block: PrefixBlock, layer_type: str | None, dtype: torch.dtype, heads_per_key: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Returns the queries, keys and mask of a block's branches in layers of a type; cached, on the row's device.
-
-        Queries `(M, L)` and keys `(M, K)` are positions in the row. Keys that no branch sees are left out. The mask is
-        additive, `(1 or M, 1, L * G, K)`. `heads_per_key` is `G`, the number of query heads that share a key head. Row
-        `l * G + g` of the mask is for query `l` of head `g`. All branches share one mask if their prompts are equally
-        long and plain causal, or if the block has a single prompt.
+        Returns positions of queries `(M, L)` and keys `(M, K)` of a block's branches, cached, without keys that none
+        sees, and an additive mask `(1 or M, 1, L * G, K)`, in which row `l * G + g` is for query `l` of head `g` of
+        the `G = heads_per_key` of a key head.
         """
         n_skipped = block.unseen_keys(layer_type)
         positions = block.branch_index, block.key_index[:, n_skipped:]
@@ -377,10 +366,8 @@ class PrefixLayout:
 
     def _local_prompts(self, block: PrefixBlock, masks: Sequence[LayerMask], dtype: torch.dtype):
         """
-        Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long for chunks.
-
-        With a window of 4 and a lookahead of 0, queries 0 to 3 of a chunk attend to keys -3 to 3 relative to the
-        chunk.
+        Returns the result of [`prompts`] in chunks, or `None` if a window is missing or too long. With a window of 4
+        and a lookahead of 0, queries 0 to 3 of a chunk see keys -3 to 3 relative to it.
         """
         causal_masks = [
             (mask.window, mask.lookahead, mask.prompt)
@@ -627,10 +614,8 @@ def _shared_positions(segments: Sequence[Segment]) -> dict[int, torch.Tensor]:
 def _window(masks: Sequence[LayerMask], lengths: Sequence[int]) -> tuple[int | None, bool] | None:
     """
     Returns the window of the causal text after each prompt, if all have the same, and whether the prompts are causal,
-    too. Returns `None` for other masks, and for different windows.
-
-    transformers creates no mask for a sequence that fits into the window. So a mask without a window agrees with the
-    window of other masks if its sequence fits into this window. `lengths` are the lengths of the masks' sequences.
+    too; otherwise `None`. transformers makes no mask for a sequence that fits into the window, so masks without one
+    agree.
     """
     causal = [mask or Causal() for mask in masks if not isinstance(mask, torch.Tensor)]
     if len(causal) < len(masks):

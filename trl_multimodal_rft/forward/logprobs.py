@@ -23,11 +23,11 @@ from ..models.critic import ValueHead
 from ..models.wrapped import hidden_states
 from .attention import decoder_inputs
 from .divergence import divergences, head_of
-from .features import encode_once, frozen_features, media_inputs
+from .encoders import encode_once, frozen_features, media_inputs
 from .head import run_backbone, scores_of_logits
 from .layout import PrefixLayout, States, pack
 from .masks import linear_masks, trees_of
-from .prompts import group_by_prompt, left_pad, split_samples, with_equal_dims
+from .prompt_groups import group_by_prompt, left_pad, split_samples, with_equal_dims
 from .scores import ScoreRequest, Scores, router_statistics
 from .split_groups import without_prompt
 
@@ -41,11 +41,8 @@ def _prepare_forward(
     model: PreTrainedModel, batch: "_Batch", *, encodes_media: bool = True, **kwargs: bool
 ) -> Iterator[list[ModelOutput]]:
     """
-    Prepares an unwrapped model for the forward of a batch. Yields a list that collects the text decoder's outputs.
-
-    The batch's `decoder_arguments` and `kwargs` override arguments of the decoder alone. The outer model gets ordinary
-    inputs and merges media as usual, so this code doesn't depend on the family. If `encodes_media`, outputs of frozen
-    encoders are cached first.
+    Prepares an unwrapped model for the forward of a batch, and yields a list that collects the text decoder's outputs.
+    Only arguments of the decoder are overridden, and the outer model merges media as usual, so no family is special.
     """
     if encodes_media:
         encode_once(model, batch.parts, batch.labels.device)
@@ -134,10 +131,8 @@ def completion_values(
     critic: Callable[..., torch.Tensor], unwrapped_model: PreTrainedModel, request: ScoreRequest
 ) -> torch.Tensor:
     """
-    Computes the critic's value of the state before each completion token, `(B, C)`, 0 where the mask is 0.
-
-    `critic` is a [`~models.Critic`], or a function with the arguments and result of its forward. `unwrapped_model` is
-    the critic's model. No other scores of the request are computed.
+    Computes the critic's value of the state before each completion token, `(B, C)`, 0 where the mask is 0, and no
+    other scores. `critic` is a [`~models.Critic`], or a function like its forward.
     """
 
     def score(part: ScoreRequest) -> Scores:
@@ -151,11 +146,9 @@ def completion_values(
 
 def completion_rewards(model: Forward, unwrapped_model: PreTrainedModel, request: ScoreRequest) -> torch.Tensor:
     """
-    Computes scores of a reward model, in float32 or float64, `(B, 1)`. As in transformers' sequence classifiers, a
-    score is read at a completion's last token that isn't the model's padding token.
-
-    `model` is the model to call, with its wrappers, and `unwrapped_model` the reward model in it, as
-    [`~models.reward_model.as_reward_model`] returns it. Other scores of the request aren't computed.
+    Computes scores of a reward model, in float32 or float64, `(B, 1)`, at a completion's last token that isn't
+    padding, as transformers' sequence classifiers do. `unwrapped_model` is as [`~models.reward_model.as_reward_model`]
+    returns it.
     """
     # `ends` `(B, 1)`: the index after the last scored token, 0 without one
     is_scored = request.mask.bool() & (request.ids != unwrapped_model.config.get_text_config().pad_token_id)
@@ -258,10 +251,8 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 @dataclass
 class _Batch:
     """
-    The inputs of one forward, and the positions of completions in its outputs.
-
-    Shapes: `(1, T)` for the `T` tokens of a packed row, `(B, S)` for `B` padded rows of length `S`. Completions are
-    `(B, C)`.
+    The inputs of one forward, `(1, T)` for a packed row and `(B, S)` for `B` padded rows, and the positions of
+    completions `(B, C)` in its outputs.
     """
 
     parts: Sequence[EncodedPrompt]  # prompts and later turns whose media the inputs hold, in order

@@ -14,7 +14,7 @@ from ..families import family_of
 from ..models.wrapped import replaced
 from ..versions import cache_name
 from .layer_masks import Causal, LayerMask
-from .prompts import group_by_prompt
+from .prompt_groups import group_by_prompt
 from .states import STATE_LAYERS, names_in_code, states_obstacle
 from .trees import Node, prompt_trees
 
@@ -42,12 +42,9 @@ POINTWISE_LAYERS = {"mlp", "moe"}
 
 def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> dict[str | None, LayerMask]:
     """
-    Returns the masks that the model itself would create for one sequence without branches: a prompt, then `n_new`
-    tokens of text. The keys are layer types, or `None` for models with one type. The masks are cached on the prompt.
-
-    Masks follow all rules of a family: sliding windows, bidirectional images or prefixes. A plain causal mask instead
-    would silently change log-probabilities by up to 2 nats. A mask in the form of a tensor covers all tokens of the
-    sequence, and more if an earlier call had a larger `n_new`, see [`~forward.layer_masks.LayerMask`].
+    Returns the masks, by layer type (`None` if there is one), that the model itself would create for a prompt and
+    `n_new` tokens of text, with all rules of its family; a causal mask would silently move log-probabilities by up to
+    2 nats. Tensors cover all tokens or more, and are cached on the prompt.
     """
     # -1: the cache is empty
     n_cached, cached_masks = prompt.mask_cache.get("linear", (-1, {}))
@@ -74,10 +71,8 @@ def linear_masks(model: PreTrainedModel, prompt: EncodedPrompt, n_new: int) -> d
 
 def windows_reach(model: PreTrainedModel) -> int:
     """
-    Returns the number of tokens, twice the longest window and 2 more, that shows whether masks of text are causal.
-
-    Where all token fields are those of text, masks depend on distances between tokens alone. So the start of a longer
-    prompt shows its masks, and a causal mask holds for any length of the prompt.
+    Returns the number of tokens, twice the longest window and 2 more, that shows whether masks of text are causal:
+    they depend on distances alone, so the start of a longer prompt shows its masks.
     """
     config = model.config.get_text_config(decoder=True)
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
@@ -215,10 +210,8 @@ def _is_causal(masks: Mapping[str | None, LayerMask]) -> bool:
 
 def windows_as_forwarded(model: PreTrainedModel) -> PreTrainedConfig:
     """
-    Returns a model's config, or, if the forward ignores attention windows, a copy of its text config without windows.
-
-    The forward ignores the windows of the config if it creates a plain causal mask for all layers. Functions of
-    transformers that create masks and caches read the config alone, so they would apply the windows.
+    Returns a model's config, or a copy of its text config without windows if its forward creates a plain causal mask
+    for all layers: transformers' masks and caches read the config alone, and would apply them.
     """
     config = model.config.get_text_config(decoder=True)
     window_names = [

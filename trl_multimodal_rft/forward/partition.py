@@ -9,7 +9,7 @@ import torch
 
 from ..encoding.prompts import EncodedPrompt
 from .layout import packed_length
-from .prompts import group_by_prompt
+from .prompt_groups import group_by_prompt
 from .trees import prompt_trees
 
 
@@ -71,12 +71,9 @@ def split_by_tokens(
     prompts: Sequence[EncodedPrompt], lengths: Sequence[int], max_tokens: int, packed: bool = True
 ) -> list[list[int]]:
     """
-    Splits completions into parts of at most `max_tokens` tokens, by first-fit decreasing. Returns batch indices.
-
-    Groups of at most `max_tokens` tokens stay together. Larger groups are split into chunks, and the prompt's tokens
-    count in each chunk. For example, with `max_tokens=10`, a prompt of 4 tokens with completions of 3, 3 and 2 tokens
-    is split into `[[0, 1], [2]]`. The result holds parts with whole groups first, then the chunks, group by group. A
-    packed chunk has at least one completion with tokens.
+    Splits completions into parts of at most `max_tokens` tokens, first-fit decreasing, as batch indices. Groups stay
+    together, unless they exceed it; the prompt counts in each of their chunks, which come last: 4 tokens with
+    completions of 3, 3 and 2 become `[[0, 1], [2]]` at 10.
     """
 
     def size(index_lists: list[list[int]]) -> int:

@@ -19,7 +19,7 @@ from ..models.critic import Critic, ValueHead
 from .divergence import SpanTarget, Target, Targets
 from .layout import States
 from .masks import linear_masks
-from .prompts import rows_of, to_device
+from .prompt_groups import rows_of, to_device
 
 
 @dataclass(eq=False)
@@ -78,10 +78,9 @@ def with_media(
     prompt_and_completion: EncodedPrompt,
 ) -> EncodedPrompt:
     """
-    Returns the prompt for scoring a completion with media.
-
-    `media_turns` are the turns of the completion that hold media. `prompt_and_completion` is the prompt, and the
-    completion up to and with the last such turn or a later one, encoded as one sequence by [`encode_prefix`].
+    Returns the prompt for scoring a completion with media: `media_turns` are its turns that hold some, and
+    `prompt_and_completion` is encoded as one sequence by [`encode_prefix`], up to the last of these turns or a later
+    one.
     """
     if not media_turns:
         return prompt
@@ -134,9 +133,9 @@ class ScoreRequest:
             Batch indices of the completions to forward. Other completions have scores of 0.
         isolate, min_forwards (`str`, `int`, *optional*, default to `None` and `1`):
             Prompts that get separate forwards: `"media"` separates prompts whose media would give other features if
-            they were encoded together, see [`~forward.prompts.split_samples`]; `"prompt"` separates all prompts; by
-            default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus forwards
-            have weight 0.
+            they were encoded together, see [`~forward.prompt_groups.split_samples`]; `"prompt"` separates all of them;
+            by default, all share one forward. With `isolate`, at least `min_forwards` forwards run, and surplus
+            forwards have weight 0.
         logits_temperature (`float`, *optional*):
             Temperature of log-probabilities that are computed from the model's logits, which are then in memory for
             all tokens. By default, the fused head computes them. The next two options need a temperature.
@@ -320,11 +319,9 @@ class Scores:
 
 def router_statistics(router_logits: Sequence[torch.Tensor], top_k: int, weights: torch.Tensor) -> torch.Tensor:
     """
-    Returns the statistics of the load-balancing loss, `(2, E)`: how often each expert was chosen, and the sum of its
-    probabilities, over all layers. Statistics of parts of a batch can be added. `weights` says how often each token
-    counts.
-
-    Shapes: `router_logits` of each layer `(N, E)`, for `N` tokens and `E` experts; `weights` has `N` entries.
+    Returns the statistics of the load-balancing loss over all layers, `(2, E)`: how often each expert was chosen, and
+    its summed probabilities; those of parts can be added. `router_logits` are `(N, E)` by layer; `weights` `(N,)`
+    count the tokens.
     """
     weights = weights.reshape(-1, 1).float()
     statistics = []
@@ -349,12 +346,9 @@ def load_balancing_loss(router: torch.Tensor) -> torch.Tensor:
 
 class DeferredParts:
     """
-    Scores of the parts of a micro-batch, without the activations of the forwards.
-
-    A loss is computed from [`joined`] as from scores of the whole micro-batch. [`backward_by_parts`] then recomputes
-    each part for its gradient, with the same random numbers on the CPU and on the `device`. `score` takes the index of
-    a part and its batch indices, and returns the part's [`~forward.scores.Scores`]. All ranks run `n_parts` forwards,
-    so that their collectives match. Surplus forwards repeat the last part.
+    Scores of the parts of a micro-batch, without activations. A loss is computed from [`joined`];
+    [`backward_by_parts`] then runs each part again, with the same random numbers. All ranks run `n_parts` forwards for
+    their collectives, and repeat the last part if they have fewer.
     """
 
     def __init__(self, score: Callable, parts: list[list[int]], n_parts: int, device: torch.device):

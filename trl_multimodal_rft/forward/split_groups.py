@@ -16,15 +16,9 @@ from .states import has_states
 
 class KeptPrompt:
     """
-    Keys and values of a prompt for chunks of its completions.
-
-    In training, all chunks but the last attend to detached keys and values. A hook sums the gradients of these keys
-    and values over chunks, in float32. The last chunk attends to the keys and values with their graph. Its backward
-    pass adds the sums to the gradients, and continues through the prompt.
-
-    Args:
-        forward (`Callable`):
-            Returns the [`~forward.layout.States`] of the prompt.
+    Keys and values of a prompt, from `forward`, for chunks of its completions. All chunks but the last attend to
+    detached ones, whose gradients a hook sums in float32; the last chunk's backward adds them, and goes on through the
+    prompt.
     """
 
     def __init__(self, forward: Callable[[], States]):

@@ -58,11 +58,8 @@ def gather_copies(states: torch.Tensor, index: torch.Tensor, dim: int = 0) -> to
 
 class _GraphCache:
     """
-    A cache of one layer's mixer that keeps the autograd graph. Transformers' caches copy states into buffers, and so
-    lose the graph.
-
-    The methods have the signatures of transformers' `Cache`, but ignore `layer_idx`. `conv` and `recurrent` hold
-    states by the mixer's `state_idx`. The first dimension of a state is the row of the batch.
+    A cache of one layer's mixer, by its `state_idx`, that keeps the autograd graph, which transformers' lose by copies
+    into buffers. The methods have the signatures of `Cache`, but ignore `layer_idx`. States are by row of the batch.
     """
 
     def __init__(self, conv: dict[int, torch.Tensor], recurrent: dict[int, torch.Tensor]):
@@ -141,10 +138,8 @@ def _prefix_forward(
     **kwargs: torch.Tensor | Cache | None,
 ) -> torch.Tensor:
     """
-    Runs the forward of a mixer. With a layout, `hidden_states` is a packed row `(1, T, hidden)`.
-
-    The mixer first runs on the prompts, then on the branches, from the prompts' states. It always runs twice, so that
-    ranks gather sharded weights equally often.
+    Runs the forward of a mixer on a packed row `(1, T, hidden)`: on the prompts, then on the branches, from the
+    prompts' states. Always twice, so that ranks gather sharded weights equally often.
     """
     forward = type(mixer).forward
     if not isinstance(prefix_layout, PrefixLayout):

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from .features import leaves_of_graph
+from .encoders import leaves_of_graph
 from .scores import DeferredParts, lost_gradient_error
 
 

@@ -4,7 +4,7 @@
 from typing import Annotated, Any
 
 from ..spelling import check_value
-from ..trainers.base.options import options_of
+from ..trainers.base.config_options import options_of
 from ..trainers.ppo.config import MultimodalPPOConfig
 
 

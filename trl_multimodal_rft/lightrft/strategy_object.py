@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from ..encoding.processors import load_processor
 from ..models.critic import policy_alone
 from ..models.parts import freeze
-from ..trainers.base.arguments import mapping
+from ..trainers.base.argument_checks import mapping
 from ..trainers.ppo.config import MultimodalPPOConfig, ValueSchedule
 from .models.actor import Actor
 from .models.critic import Critic

@@ -13,7 +13,7 @@ import PIL.Image
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..data.reading.files import png
+from ..data.reading.media_files import png
 from ..extras.remote import RemoteReward
 from ..rewards.ready.recipe import add_rewards
 from .cli_args import add_arguments as add_arguments

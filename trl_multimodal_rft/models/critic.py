@@ -241,10 +241,8 @@ def add_critic(policy: nn.Module, critic: nn.Module) -> None:
 
 def policy_alone(policy: PolicyModule) -> PolicyModule:
     """
-    Returns the policy without its critic, to save, load or synchronize weights.
-
-    The result is a module of the policy's class that shares all modules but the critic. Without a critic, it is the
-    policy itself. The policy must have no wrapper such as DDP.
+    Returns the policy without its critic, to save, load or synchronize weights: a module of its class that shares all
+    else, or the policy itself. It must have no wrapper such as DDP.
     """
     if not isinstance(policy._modules.get("critic"), (Critic, ValueHead)):
         return policy

@@ -109,11 +109,9 @@ _ADAPTER_DROPOUTS = ("lora_dropout", "boft_dropout")
 
 def fix_encoders(model: PreTrainedModel) -> None:
     """
-    Turns off dropout, and keeps batch norms at their running statistics, outside the language model.
-
-    Otherwise, encoders such as Granite Speech's would update statistics during sampling, and sampling and scoring
-    would use different outputs. All modules but batch norms stay in training mode, which gradient checkpointing needs.
-    Dropout of adapters stays on.
+    Turns off dropout, and keeps batch norms at their running statistics, outside the language model; otherwise
+    sampling and scoring would use different outputs. Other modules stay in training mode, for gradient checkpointing,
+    and adapters keep their dropout.
     """
     language_model = {*model.get_decoder().modules()}
     for name, module in model.named_modules():

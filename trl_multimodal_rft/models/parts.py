@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 CRITIC = "critic"
+TOWERS = {"image": "vision_tower", "audio": "audio_tower"}  # parts by modality; videos pass the tower of images
 
 # First letters of `init_lora_weights` that takes an adapter's start out of the weights of the base model
 _STARTS_FROM_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -63,7 +64,7 @@ def find_tower(model: PreTrainedModel, modality: str) -> str:
 def find_towers(model: PreTrainedModel) -> dict[str, str]:
     """Returns the dotted names of a model's encoders by modality. Modalities without a known encoder are left out."""
     towers = {}
-    for modality in ("image", "audio"):
+    for modality in TOWERS:
         with suppress(ValueError):
             if modality in model.input_modalities:
                 towers[modality] = find_tower(model, modality)
@@ -87,10 +88,8 @@ def freeze_as_built(model: PreTrainedModel) -> None:
 
 def named_parts(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
     """
-    Yields the name, the part and the parameter of every weight of a model, before DeepSpeed, FSDP or DDP wraps it. A
-    tied weight comes once. The part is one of `PARTS`, or `CRITIC` in PPO.
-
-    Names lack the prefix that PEFT adds. An adapter's weights belong to the part that the adapter changes.
+    Yields the name, without PEFT's prefix, the part (one of `PARTS`, or `CRITIC`) and the parameter of every weight,
+    tied ones once, before a wrapper such as DDP. An adapter's weights belong to the part that it changes.
     """
     base = unwrapped(None, model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
@@ -129,8 +128,7 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
         for part, pattern in _ENCODERS.items():
             if not is_inside and pattern.fullmatch(name.rpartition(".")[2]):
                 towers[name] = part
-    part_names = {"image": "vision_tower", "audio": "audio_tower"}
-    towers |= {tower: part_names[modality] for modality, tower in find_towers(model).items()}
+    towers |= {tower: TOWERS[modality] for modality, tower in find_towers(model).items()}
     for tower, part in towers.items():
         module = model.get_submodule(tower)
         for child, _ in [*module.named_children(), *module.named_parameters(recurse=False)]:
@@ -141,13 +139,8 @@ def _parts_by_name(model: PreTrainedModel) -> dict[str, str]:
 
 def match_keys(model: nn.Module, keys: Sequence[str], option: str) -> dict[nn.Parameter, str]:
     """
-    Maps each parameter to one of the `keys`: the first pattern that matches the parameter's name, or else its part.
-
-    A pattern that matches the name of a module matches all parameters of the module. Parameters that no key chooses
-    are left out.
-
-    Raises:
-        `ValueError`: If a key chooses nothing.
+    Maps each parameter to one of the `keys`: the first pattern that matches its name or that of its module, or else
+    its part. Parameters without a key are left out; a key that chooses nothing is an error.
     """
     keys_by_parameter = _match_keys(model, keys)
     present = {part for _, part, _ in named_parts(model)}
@@ -215,11 +208,9 @@ def check_base_is_kept(
     model: nn.Module, peft_config: "PeftConfig | None", role: str, remedy: str, frozen: Sequence[str] = ()
 ) -> None:
     """
-    Raises a `ValueError` if an adapter changes weights of the base model, so that the model without its adapter isn't
-    the model that training begins with. It does so by an initialization that moves a part of the base's weights into
-    the adapter, by training the base's biases, or if further weights of the base are trainable, but for those that the
-    keys `frozen` freeze later. `role` says what the model without its adapter would be, and `remedy` how to do without
-    it.
+    Raises a `ValueError` if an adapter changes the base model, by its initialization, biases or further trained
+    weights but those that `frozen` freezes, as the model without it isn't that before training. `role` and `remedy`
+    are for the message.
     """
     for config in adapters_of(model, peft_config):
         bias = getattr(config, "bias", None)  # of LoRA, OFT and BOFT; others have none, or a flag for their own bias

@@ -43,10 +43,8 @@ if Version(transformers.__version__) < Version("5.23"):
 
 class _TransposeBack(Transpose):
     """
-    Conversion for saving that transposes weights which loading has transposed because of their shapes.
-
-    The reverse conversion in transformers never transposes these weights. Experts of Qwen3-VL-MoE would be saved, and
-    sent to vLLM, with shapes that vLLM can't load.
+    Conversion for saving that transposes weights that loading has transposed for their shapes, which transformers'
+    reverse conversion doesn't: experts of Qwen3-VL-MoE would get shapes that vLLM can't load.
     """
 
     def convert(

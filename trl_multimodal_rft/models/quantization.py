@@ -6,10 +6,8 @@ from torch import nn
 
 def keep_differentiable(model: nn.Module) -> None:
     """
-    Keeps 4-bit weights in the layout that has a gradient.
-
-    On CPUs with AVX512-BF16, bitsandbytes packs a layer's weights for inference at the first forward in evaluation
-    mode, for example in sampling, and never unpacks them. Packed layers pass no gradient, without an error.
+    Keeps 4-bit weights in the layout that has a gradient. On CPUs with AVX512-BF16, bitsandbytes packs them at the
+    first forward in evaluation mode, and never unpacks them; packed layers pass no gradient, without an error.
     """
     for module in model.modules():
         if _is_4bit_layer(module):

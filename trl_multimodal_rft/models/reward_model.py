@@ -54,17 +54,8 @@ class _ScoreMixin(GenericForSequenceClassification):
 @functools.cache
 def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """
-    Returns the class of reward models on the backbone of a policy's class.
-
-    Weights have the names of transformers' `...ForSequenceClassification`. If transformers has such a class for the
-    family, both classes load the same files.
-
-    Args:
-        policy (`type`):
-            Class of the policy.
-
-    Returns:
-        `type`: Subclass of the policy's class, with a linear layer `score` instead of the LM head.
+    Returns the class of reward models on the backbone of a policy's class, with a linear layer `score` in place of the
+    LM head. Weights have the names of transformers' `...ForSequenceClassification`, which loads the same files.
     """
     suffixes = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
     stem = functools.reduce(str.removesuffix, suffixes, policy.__name__)
@@ -78,18 +69,9 @@ def reward_model_class(policy: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def as_reward_model(model: _Model) -> _Model:
     """
-    Makes a reward model from a policy, whose LM head is removed, or from a sequence classifier, whose score is kept.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model. The reward model takes over its modules.
-
-    Returns:
-        The same type: The reward model, with the adapter of `model` if it has one, or `model` itself if it is a reward
-        model. A new score is initialized like the other weights.
-
-    Raises:
-        `ValueError`: If the model has no backbone apart from its LM head, or if it has several labels.
+    Makes a reward model from a policy, which loses its LM head and gets a new score, or from a sequence classifier,
+    which keeps its own. It takes over the modules and an adapter. Raises a `ValueError` for a model without a
+    backbone, or with several labels.
     """
     if is_peft_model(model):
         adapter = cast("PeftModel", model)
@@ -135,23 +117,8 @@ def load_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> PreTrainedModel:
     """
-    Loads a reward model: a sequence classifier (of a trainer or of transformers), or a policy, which gets a new score.
-
-    Args:
-        name (`str`):
-            Folder or repository of the Hub.
-        revision (`str`, *optional*):
-            Version in the repository.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run code that comes with the model.
-        kwargs:
-            Further arguments of `from_pretrained`.
-
-    Returns:
-        [`~transformers.PreTrainedModel`]: The reward model; see [`as_reward_model`] to train it.
-
-    Raises:
-        `ValueError`: If [`as_reward_model`] raises it.
+    Loads a reward model by name: a sequence classifier, or a policy, which gets a new score. `kwargs` are those of
+    `from_pretrained`; to train it, see [`as_reward_model`].
     """
     source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     if register_reward_model(name, **source):
@@ -163,17 +130,8 @@ def load_trained_reward_model(
     name: str, revision: str | None = None, trust_remote_code: bool = False, **kwargs: dict | str | torch.dtype | None
 ) -> "tuple[PreTrainedModel | PeftModel, Processor]":
     """
-    Loads a trained reward model, which is a sequence classifier or an adapter of one, and its processor.
-
-    Args:
-        name, revision, trust_remote_code, kwargs:
-            Arguments of [`load_reward_model`].
-
-    Returns:
-        `tuple`: Model and processor.
-
-    Raises:
-        `ValueError`: If there is no trained score.
+    Loads a trained reward model, a sequence classifier or an adapter of one, and its processor, with the arguments of
+    [`load_reward_model`]. Raises a `ValueError` if it has no trained score.
     """
     model, processor = load_trained(name, revision, trust_remote_code, load=load_reward_model, **kwargs)
     base = unwrapped(None, model)

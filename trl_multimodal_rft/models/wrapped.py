@@ -60,11 +60,9 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
 @contextmanager
 def hidden_states(model: PreTrainedModel, *, instead_of_logits: bool = False) -> Iterator[list[torch.Tensor]]:
     """
-    Collects the inputs of the LM head, one tensor `(rows, tokens, hidden_size)` per forward within the context.
-
-    These inputs are the outputs of the backbone. If `base_model` is the model itself, it has no backbone, and a hook
-    on the head of the language model collects the inputs. With `instead_of_logits`, this head projects only the last
-    token's state, to save memory, and the model's output has all states as `last_hidden_state`.
+    Collects the inputs of the LM head, `(rows, tokens, hidden_size)` per forward within the context, by a hook on the
+    head if `base_model` is the model itself. With `instead_of_logits`, the head projects only the last token, to save
+    memory, and the output has all states as `last_hidden_state`.
     """
     states: list[torch.Tensor] = []
     backbone = model.base_model

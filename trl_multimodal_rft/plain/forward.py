@@ -17,9 +17,7 @@ from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 @dataclass
 class Completion:
     """
-    A completion of C tokens.
-
-    `prompt` has the arguments of the model's forward for the prompt alone, such as `input_ids` and `pixel_values`.
+    A completion of C tokens. `prompt` has the arguments of the forward of the prompt alone, such as `pixel_values`.
     Methods that sample also use `reward`, and `old`, the log-probabilities under the model that sampled it.
     """
 

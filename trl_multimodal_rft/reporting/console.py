@@ -31,7 +31,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from ..data.reading.decoding import load_image, read_audio
-from ..data.reading.files import evenly_spaced_frames
+from ..data.reading.media_files import evenly_spaced_frames
 from ..data.reading.refs import MediaError, MediaRef, iter_refs
 from ..encoding.processors import tokenizer_of
 from ..encoding.prompts import placeholder_token_ids
@@ -363,10 +363,8 @@ def prompt_text(
 
 def _spans(ids: Sequence[int], placeholders: set[int], n_media: int) -> list[tuple[int, int]]:
     """
-    Returns the (start, stop) spans of placeholders: one per image, sound or video if there are enough gaps between
-    placeholders, otherwise one per run of placeholders. The largest gaps separate media. Smaller gaps are inside of an
-    image or a video, such as the ends of an image's rows or the times of a video's frames. For two images with
-    placeholders at 0, 1, 3, 4 and 9, the spans are (0, 5) and (9, 10).
+    Returns (start, stop) spans of placeholders: one per medium if there are enough gaps, otherwise one per run. The
+    largest gaps separate media, smaller ones are within: 0, 1, 3, 4 and 9 of two images are (0, 5) and (9, 10).
     """
     indices = [index for index, token in enumerate(ids) if token in placeholders]
     # The gap `i` is between the placeholders `i` and `i + 1`; its size is 1 if no other token is between them

@@ -24,7 +24,7 @@ from transformers.utils import is_rich_available
 from trl.trainer.utils import print_prompt_completions_sample
 
 from ..data.reading.decoding import load_image, read_audio, require_module
-from ..data.reading.files import MediaFile, evenly_spaced_frames, media_file
+from ..data.reading.media_files import MediaFile, evenly_spaced_frames, media_file
 from ..data.reading.refs import MediaError, iter_refs
 from ..data.rows.columns import TOOL_PREFIX, as_text
 from ..data.rows.names import MEDIA_COLUMNS
@@ -62,11 +62,8 @@ LabelledMedia = list[tuple[MediaFile, str]]
 
 class MediaLog:
     """
-    A store of the media in the rows of TRL's logs. It encodes the media when the rows are logged.
-
-    Rows of all processes are numbered since the start of the run in TRL's order: by batch, then by process. Media stay
-    undecoded until [`gather`], and are kept as long as TRL keeps the texts. With two processes, and 4 completions of 2
-    prompts on each, rows 4 to 7 of the first batch are process 1's, and rows 4 and 6 have its prompts' media.
+    A store of the media of logged rows, numbered since the start of the run in TRL's order, by batch, then by process.
+    Media stay undecoded until [`gather`], and stay as long as TRL's texts. The first row of a prompt has its media.
     """
 
     def __init__(self, max_rows: int, with_media: bool, accelerator: Accelerator):

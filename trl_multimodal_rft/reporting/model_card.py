@@ -35,7 +35,7 @@ from ..modalities import MODALITIES
 from ..models.reward_model import is_reward_model
 from ..models.wrapped import unwrapped
 from ..spelling import split_settings
-from ..views.options import sigmoid
+from ..views.view_options import sigmoid
 from .card_notes import CardNotes
 
 

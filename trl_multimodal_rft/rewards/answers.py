@@ -202,10 +202,8 @@ def rewards_by_reference(
     columns: dict[str, Argument],
 ) -> list[float | None]:
     """
-    Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty.
-
-    `read_references` returns the references in a cell. If there are none, raises a [`RowError`] with the reward
-    function's `name` and the expected `form`. `columns` are the function's other arguments, for an error.
+    Returns `reward(answer, references, position)` of each completion, or `None` if the cell in `solution` is empty. If
+    `read_references` gives none, raises a [`RowError`] with the function's `name` and the expected `form`.
     """
     rewards: list[float | None] = []
     pairs = zip(completions, require_column(solution, "solution", name, columns), strict=True)

@@ -246,11 +246,8 @@ def check_rewards(
     turns: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[float | None]:
     """
-    Checks the rewards of a reward function, and returns them as a list.
-
-    Errors name rows by `rows`, which has each completion's row index. `turns` are the token spans, (start, stop), of
-    each completion's turns. With `turns`, the reward of a completion may be a list: one number per turn, or pairs
-    (index of a step's last token, reward).
+    Returns the rewards of a function as a list. Errors name rows by `rows`. With `turns`, token spans (start, stop), a
+    reward may be a list: one number per turn, or pairs (index of a step's last token, reward).
     """
     source = f"The reward function '{name}' returned"
     try:

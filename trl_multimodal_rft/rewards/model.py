@@ -23,7 +23,7 @@ from ..encoding.processors import check_processor, tokenizer_of
 from ..encoding.prompts import EncodedPrompt, check_ids, placeholder_tokens, processor_outputs, prompt_position_ids
 from ..families import TOKEN_FIELDS, family_of, input_modalities
 from ..forward.attention import install_prefix_attention
-from ..forward.features import is_sharded
+from ..forward.encoders import is_sharded
 from ..forward.logprobs import completion_rewards
 from ..forward.masks import sharing_obstacle
 from ..forward.scores import ScoreRequest

@@ -24,11 +24,9 @@ def engine_ratios(
     largest: float | None = None,
 ) -> torch.Tensor:
     """
-    Returns importance ratios of the policy to the engine, bounded as TRL's `vllm_importance_sampling_mode` says: modes
-    with `truncate` set ratios out of bounds to the bound, and modes with `mask` set them to 0.
-
-    Shapes: `logps`, `sampling_logps` (NaN where the engine returned none), `mask` `(N, C)`; returns `(N, C)`, or
-    `(N, 1)` for sequence-level modes.
+    Returns importance ratios of the policy to the engine, bounded as by TRL's `vllm_importance_sampling_mode`: to the
+    bound with `truncate`, to 0 with `mask`. `sampling_logps` are NaN where the engine gave none. `(N, C)`, or `(N, 1)`
+    for modes of sequences.
     """
     differences = ((logps - sampling_logps) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):

@@ -54,20 +54,9 @@ class EnvironmentFailure(Exception):
 
 class Environments:
     """
-    Tools of all completions, and environments. The methods of an environment are tools of a single completion.
-
-    Args:
-        tools (`Sequence[Callable]`):
-            Tools of all completions.
-        factory (`Callable` or `dict[str, Callable]`, *optional*):
-            Function that makes an environment, or several such functions by name. With several, the column
-            `environment` of a row names one of them.
-        media_rules ([`~data.reading.rules.MediaRules`], *optional*):
-            Restrictions on the media that environments return.
-
-    Raises:
-        `TypeError`: If `tools` isn't a list of functions, or a factory can't be called without arguments.
-        `ValueError`: If an environment has no method `reset`, or a tool has no description that TRL can read.
+    Tools of all completions, and environments, whose methods are tools of a single one. With several factories by
+    name, the column `environment` names one. Raises a `TypeError` or `ValueError` for what can't be called, reset, or
+    described to the model.
     """
 
     def __init__(
@@ -145,27 +134,9 @@ class Environments:
         check: Callable[[Any, str], Any],
     ) -> tuple[list[Any], list[Any], list[Exception | None]]:
         """
-        Resets an environment for each completion. A `reset` with the parameter `prompt_messages` gets the prompt with
-        references to its media.
-
-        Args:
-            prompts (`Sequence`):
-                Prompts as messages, or as a text, which becomes the user's message; `None` where an environment makes
-                the prompt.
-            rows (`Sequence[dict]`):
-                Rows as the dataset has them, which `reset` gets.
-            row_indices (`Sequence[int]`):
-                Indices of the rows, for errors.
-            check (`Callable`):
-                Function that gets an observation and a label of its origin. It returns the observation without
-                control tokens, or raises an error about them.
-
-        Returns:
-            `tuple`: Environments, prompts that end with the environments' observations, and errors of `reset` or
-                `None`. A prompt whose `reset` failed gets no observation.
-
-        Raises:
-            `ValueError`: If a row names an unknown environment.
+        Resets an environment for each completion, with its row and the prompt, `None` where an environment makes it.
+        Returns environments, prompts that end with the observations, and errors of `reset` or `None`. `check` gets an
+        observation and a label of its origin, for control tokens.
         """
         names = [self._factory_name(row) for row in rows]
         prompts = [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts]
@@ -236,12 +207,9 @@ def as_content(
     are_lists_blocks: bool = False,
 ) -> str | list[dict[str, Any]]:
     """
-    Returns what a tool or an environment returned as the content of a message: blocks if it has media, else text.
-
-    Media, blocks, and lists of these and of texts are read by [`~data.rows.values.read_value`]. A text is never
-    opened, since it may be the model's own words. If it names a file, a warning says what to return instead, unless
-    the text is one of the `context_texts`. Raises a [`MediaError`] for media elsewhere and for objects without a text,
-    and with `are_lists_blocks` for a list of anything else.
+    Returns a result as the content of a message: blocks if it has media, see [`~data.rows.values.read_value`], else
+    text. A text is never opened, as it may be the model's own; a warning says so for files, except for
+    `context_texts`. Media elsewhere and objects without a text are a [`MediaError`].
     """
     result = _from_mcp(result)
     is_list = isinstance(result, (list, tuple)) and read_value(result).kind == "parts"
@@ -385,11 +353,9 @@ def tools_of(environment: Any) -> dict[str, Callable]:
 
 def reward_of(environment_class: type) -> Callable:
     """
-    Returns a reward function that calls `get_reward` of a class, sync or async.
-
-    `get_reward` gets the environment's `completion` if it has this parameter. The function returns `None` for
-    environments of other classes, and for environments that failed. It stores errors of `get_reward` in the argument
-    `failures`, or raises them if `failures` is `None`.
+    Returns a reward function that calls `get_reward` of a class, sync or async, with `completion` if it takes it.
+    `None` for environments that failed or have another class. Errors go into `failures`, or are raised if that is
+    `None`.
     """
     reads_completion = "completion" in inspect.signature(environment_class.get_reward).parameters
 

@@ -37,9 +37,6 @@ def rewards_per_func(rewards: Sequence[Sequence[float | None]]) -> torch.Tensor:
 def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[Sequence[Turn]]) -> torch.Tensor:
     """
     Returns the sums of stepwise rewards in each of the first turns, `(N, F, turns)`, NaN where a function gives none.
-
-    For example, the turns of a completion have the tokens 0 to 2 and 5 to 7. Rewards of 0.5 at token 2, and of 1.0 at
-    tokens 6 and 7, give the sums 0.5 and 2.0.
     """
     turn_sums = torch.full((len(rewards), len(rewards[0]), _SHOWN_TURNS), torch.nan)
     for sums, completion_rewards, completion_turns in zip(turn_sums, rewards, turns, strict=True):
@@ -121,14 +118,9 @@ def join_steps(
     bonus: torch.Tensor | None = None,
 ) -> Steps:
     """
-    Returns the steps of completions. A step ends where a turn ends, or where a stepwise reward is given.
-
-    `turns` has a pair for each turn: the index after its last token, and a text for the state before the turn, such as
-    [`~rollout.rollout.Turn.state`]. Steps in equal states get equal ids. A completion's outcome is its `bonus`,
-    `(N,)`, plus the weighted sum of its `rewards_per_func`, `(N, F)`, by functions that aren't stepwise.
-
-    For example, the turns [(3, "a"), (8, "b")] with a stepwise reward at token 1 give steps that end at tokens 1, 2
-    and 7. The first two steps belong to turn 0.
+    Returns the steps of completions, which end with a turn or a stepwise reward; steps in equal states have equal ids.
+    `turns` are pairs of the index after the last token and the state. An outcome is `bonus` `(N,)` plus the weighted
+    `rewards_per_func` `(N, F)` of functions that aren't stepwise.
     """
     step_lists = []
     state_ids: dict[str | None, int] = {}
@@ -174,11 +166,9 @@ def normalize_then_sum(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, group_size: int
 ) -> Estimates:
     """
-    Returns advantages: rewards that are normalized per function and group, summed by `weights`, and normalized over
-    the batch, as TRL does for `multi_objective_aggregation="normalize_then_sum"`. If each function gives equal rewards
-    within a group, the group's advantages are 0.
-
-    Shapes: `rewards_per_func` `(N, F)`.
+    Returns advantages as TRL's `multi_objective_aggregation="normalize_then_sum"`: `rewards_per_func` `(N, F)`
+    normalized per function and group, summed by `weights`, and normalized over the batch; 0 in groups of equal
+    rewards.
     """
     grouped = rewards_per_func.view(-1, group_size, rewards_per_func.size(1))  # (groups, group_size, F)
     mean = grouped.nanmean(dim=1, keepdim=True)

@@ -159,10 +159,8 @@ def _range_side(group: Rollout) -> int:
 
 def group_exchange(args: Any, accelerator: Accelerator, dataset: Any, makes_prompts: bool) -> GroupExchange | None:
     """
-    Returns the exchange of groups for a trainer's arguments, or `None` without dynamic sampling and without replay.
-    `makes_prompts` says whether user code makes the prompts.
-
-    Raises `ValueError` if groups of these prompts can't be exchanged, or rows can't be drawn in another order.
+    Returns the exchange of groups, `None` without dynamic sampling and without replay. Raises a `ValueError` if groups
+    of these prompts, such as those that user code makes, can't be exchanged, or rows can't be drawn in another order.
     """
     for name in ("dynamic_sampling", "difficulty_sampling"):
         if getattr(args, name) and isinstance(dataset, IterableDataset):

@@ -87,14 +87,9 @@ def rank_metrics(micro_batches: Sequence[Rollout], accelerator: Accelerator) -> 
 
 def balanced_assignment(loads: Sequence[Sequence[int]], movable: Sequence[Sequence[int]]) -> list[list[int]]:
     """
-    Returns the indices of each rank's groups, among the groups of all ranks, after swaps of `movable` groups.
-
-    The rank with the most tokens and the rank with the fewest swap two groups, as long as a swap brings their totals
-    closer and the largest total exceeds the mean by more than the tolerance. Swaps keep the number of groups per rank,
-    and move fewer groups than a new distribution would.
-
-    For example, two ranks have groups with the loads [[9, 5], [4, 2]]. A swap of groups 0 and 2 changes the totals
-    from 14 and 6 to 9 and 11. No further swap helps, so the assignment is [[2, 1], [0, 3]].
+    Returns the indices of each rank's groups after swaps of `movable` ones between the ranks with the most and the
+    fewest tokens, until none brings their totals closer, or the largest is near the mean: `[[2, 1], [0, 3]]` for the
+    loads `[[9, 5], [4, 2]]`.
     """
     n_groups = len(loads[0])  # per rank
     assignment = [list(range(rank * n_groups, rank * n_groups + n_groups)) for rank in range(len(loads))]

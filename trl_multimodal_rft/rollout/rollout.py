@@ -12,7 +12,7 @@ from ..encoding.conversations import Contexts, Conversation
 from ..encoding.join import content_digest
 from ..encoding.prompts import EncodedPrompt
 from ..engines.in_flight import EarlyRewards
-from ..forward.prompts import left_pad, rows_of, to_device
+from ..forward.prompt_groups import left_pad, rows_of, to_device
 from ..forward.scores import ScoreRequest
 from ..policy import Completions
 

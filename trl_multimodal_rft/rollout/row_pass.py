@@ -56,17 +56,9 @@ class _Findings:
 
 class RowPass(TrainerCallback):
     """
-    Reads all rows of datasets as they are encoded, except for their media, and looks whether files are there.
-
-    Rows are read for some seconds before the first step of training, or the first batch of an evaluation, by all
-    ranks, each a share. A process of each rank reads the rows that are left during the next steps. Streams, and
-    datasets with a transform or a format, aren't read.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-        readers (`Callable`):
-            Function that returns, by the name of an argument, the datasets and the function that reads a row of them.
+    Reads all rows of datasets, without their media, and looks whether files are there: for some seconds before the
+    first step, a share on each rank, then by a process beside the next steps. `readers` gives, by argument, datasets
+    and the function that reads a row. Not of streams, transforms and formats.
     """
 
     def __init__(self, accelerator: Accelerator, readers: Callable[[], Mapping[str, tuple[Datasets, ReadRow]]]):

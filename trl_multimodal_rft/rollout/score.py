@@ -33,14 +33,9 @@ def score_with_view(
     policy: PolicyForward, model: nn.Module, rollout: Rollout, *, rows: Sequence[int] | None = None, **options: Any
 ) -> Scores:
     """
-    Returns the scores of a micro-batch. If its prompts have views, the field `view` holds the scores of the same
-    completions given the prompts under the view.
-
-    One forward computes the scores without and under the view, as wrappers such as DDP require. For 4 completions, its
-    rows 0 to 3 have the plain prompts, and its rows 4 to 7 the prompts under the view. If the view replaces only media
-    of completions 1 and 3, only the rows 0 to 3, 5 and 7 are forwarded, and the view's scores of completions 0 and 2
-    are the plain ones. `rows` are the batch indices of the completions to forward, by default all. `options` are
-    further fields of the [`~forward.scores.ScoreRequest`].
+    Returns the scores of a micro-batch; if prompts have views, `view` holds those of the same completions under it,
+    from the same forward, as wrappers such as DDP require. Completions whose media a view leaves alone are forwarded
+    once. `options` are fields of the [`~forward.scores.ScoreRequest`].
     """
     views = rollout.view.prompts
     n = len(rollout)
@@ -72,10 +67,8 @@ def score_dependency(
     policy: PolicyForward, model: nn.Module, rule: HeadRule, rollout: Rollout, size: int
 ) -> tuple[Scores, torch.Tensor]:
     """
-    Returns the scores of a rollout, and the dependency of its tokens on the media that the view replaces, `(N, C)`.
-
-    The dependency is the KL divergence between a token's distributions without and under the view. It is 0 where the
-    view replaces nothing. Forwards have `size` completions.
+    Returns the scores of a rollout, and the KL divergence between a token's distributions without and under the view,
+    `(N, C)`, 0 where it replaces nothing. Forwards have `size` completions.
     """
     ranges = rollout.parts(size)
     part_scores = []

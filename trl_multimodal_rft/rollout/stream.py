@@ -77,16 +77,9 @@ def skip_limit(max_skipped_rows: float, n_rows: int) -> int:
 
 class RowStream:
     """
-    Reads the rows of a trainer's datasets or streams (`IterableDataset`s), and encodes their prompts.
-
-    `encode` encodes the prompt of one row. It is `None` if environments or `rollout_func` make prompts. `messages`
-    converts the rows of a batch to messages, which `encode` then gets as a second argument. `encode_teacher_prompt`
-    encodes the prompt of a row for a teacher. `columns` are the columns to keep, by default all. `state` returns the
-    trainer's state.
-
-    With `on_media_error="skip"`, rows that can't be read are skipped. With `may_drop`, rows that raise an
-    [`~data.reading.refs.OverlongRow`] are skipped; it returns whether a row may raise it. In training, other rows
-    replace skipped rows. Evaluations leave them out.
+    Reads the rows of datasets or streams, and encodes their prompts by `encode`, which is `None` if user code makes
+    prompts, and gets the messages of `messages`. With `on_media_error="skip"`, rows that can't be read are skipped,
+    and with `may_drop` overlong ones; in training, others replace them.
     """
 
     def __init__(
@@ -162,10 +155,9 @@ class RowStream:
         **options,
     ) -> DataLoader:
         """
-        Returns a loader of this rank's [`RowBatch`]es, which prefetches the rows of the next `n_prefetch` batches.
-
-        `order(n_rows, epoch)` returns the row indices of an epoch in order; `None` keeps the order of the dataset.
-        Accelerate mustn't prepare the loader, as it would shard the batches again.
+        Returns a loader of this rank's [`RowBatch`]es, which prefetches the rows of `n_prefetch` batches.
+        `order(n_rows, epoch)` returns row indices, `None` is the dataset's order. Accelerate mustn't shard the batches
+        again.
         """
         self.close()
         self._group_size = shape.completions_per_row
@@ -342,10 +334,7 @@ class RowStream:
     ) -> list[EncodedRow]:
         """
         Returns the row of each completion, read once per group of `completions`. In training, other rows replace
-        skipped rows.
-
-        For example, a batch has two completions of row 4 and two of row 7. If row 7 can't be read, a second round
-        reads a replacement, such as row 9. The result is then [row 4, row 4, row 9, row 9].
+        skipped rows, in as many rounds as it takes.
         """
         rank_start = self._accelerator.process_index * len(batch)  # a group may straddle ranks
         row_indices = [*map(_row_index, batch.keys)]

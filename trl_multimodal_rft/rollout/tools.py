@@ -108,12 +108,8 @@ TOOLS: dict[str, Callable] = {"zoom": Zoom}
 
 def load_tools(names: Sequence[str]) -> dict[str, Any]:
     """
-    Returns a trainer's arguments `tools` and `environment_factory` from names of tools.
-
-    A name is the name of a ready-made tool, or the dotted path of a function or of a class of environments. At most
-    one name may be a class. A class may have settings, as in `zoom(scale=1000)`.
-
-    Raises `ValueError` for an unknown name or setting, for settings of a function, and for several classes.
+    Returns the arguments `tools` and `environment_factory` from names of ready-made tools or dotted paths, of which at
+    most one is a class. A class may have settings, as in `zoom(scale=1000)`. Raises a `ValueError` for anything else.
     """
     tools = []
     factories: list[Any] = []

@@ -18,7 +18,7 @@ from helpers.trainer_utils import CONFIGS, InjectedOurs, InjectedPPO, load, make
 from trl import TrlParser
 
 from trl_multimodal_rft.data.reading.decoding import load_image, load_video
-from trl_multimodal_rft.data.reading.files import media_file
+from trl_multimodal_rft.data.reading.media_files import media_file
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef, iter_refs
 from trl_multimodal_rft.data.reading.rules import DEFAULT_RULES, PROTOCOLS, MediaRules
 from trl_multimodal_rft.data.rows.columns import rows_to_messages

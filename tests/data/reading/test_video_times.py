@@ -15,7 +15,7 @@ from helpers.trainer_utils import run
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_video
-from trl_multimodal_rft.data.reading.files import evenly_spaced_frames
+from trl_multimodal_rft.data.reading.media_files import evenly_spaced_frames
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding.prompts import encode_prompt
 from trl_multimodal_rft.versions import is_torchcodec_usable

@@ -25,7 +25,7 @@ from packaging.version import Version
 
 from trl_multimodal_rft import MultimodalPPOTrainer
 from trl_multimodal_rft.data.reading.decoding import load_image
-from trl_multimodal_rft.data.reading.files import mp4
+from trl_multimodal_rft.data.reading.media_files import mp4
 from trl_multimodal_rft.data.reading.refs import Encoded, MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.rows.batches import DatasetRows

@@ -16,7 +16,7 @@ from trainers.distillation.test_distillation import KINDS, completions_of, conte
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from trl_multimodal_rft import MultimodalDistillationTrainer
-from trl_multimodal_rft.trainers.distillation import loading
+from trl_multimodal_rft.trainers.distillation import teacher_loading
 
 
 DISTANCES = {"near": 0.05, "far": 0.2}  # of two teachers from the student
@@ -246,7 +246,7 @@ IDS = {
 
 @pytest.mark.parametrize("name", IDS)
 def test_ids_are_checked_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "_load", lambda *_: pytest.fail("a teacher is loaded"))
+    monkeypatch.setattr(teacher_loading, "_load", lambda *_: pytest.fail("a teacher is loaded"))
     rows, objects, message = IDS[name]
     objects = {key: value("qwen2_5_vl") if callable(value) else value for key, value in objects.items()}
     with pytest.raises(ValueError, match=message):

@@ -28,7 +28,7 @@ from helpers.trainer_utils import (
 
 from trl_multimodal_rft.algorithms.losses import LOSSES, LossOutput, log_ratios
 from trl_multimodal_rft.algorithms.losses import policy_loss as listed
-from trl_multimodal_rft.trainers.sampling.batches import Batches
+from trl_multimodal_rft.trainers.sampling.micro_batches import Batches
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from trl_multimodal_rft import (
     MultimodalSFTTrainer,
 )
 from trl_multimodal_rft.checks.self_check import check_conversation
-from trl_multimodal_rft.checks.sequences import check_pairs
+from trl_multimodal_rft.checks.sequence_check import check_pairs
 from trl_multimodal_rft.data import judge_rows, write_folder
 from trl_multimodal_rft.data.reading.refs import MediaError
 from trl_multimodal_rft.encoding import supervised
@@ -41,7 +41,7 @@ from trl_multimodal_rft.encoding.join import join_media, padded
 from trl_multimodal_rft.evaluation import score_pairs
 from trl_multimodal_rft.forward import masks
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.features import to_model
+from trl_multimodal_rft.forward.encoders import to_model
 from trl_multimodal_rft.forward.head import add_fused_head
 from trl_multimodal_rft.forward.logprobs import completion_scores
 from trl_multimodal_rft.forward.masks import windows_reach

@@ -63,10 +63,8 @@ def check_container(ref: MediaRef, stream: BinaryIO) -> None:
 
 def check_complete(ref: MediaRef, stream: BinaryIO) -> None:
     """
-    Raises a [`MediaError`] for truncated files and damaged Ogg files, which decoders read without an error.
-
-    Covers WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, Ogg, GIF, and MP3 with a LAME header.
-    Other formats, such as MPEG-TS and AAC streams, aren't checked. A file whose header states no length passes.
+    Raises a [`MediaError`] for truncated WAV, AIFF, AVI, MP4, MOV, M4A, Matroska, WebM, GIF, and MP3 with a LAME
+    header, and for damaged Ogg, which decoders read without an error. A file whose header states no length passes.
     """
     size = stream.seek(0, 2)
     _skip_tags(stream)
@@ -199,10 +197,8 @@ def _missing_in_matroska(stream: BinaryIO, size: int) -> str | None:
 
 def _ebml_number(stream: BinaryIO) -> int | None:
     """
-    Reads an EBML number of variable length. Returns `None` for an invalid number, and for one whose bits are all 1:
-    the length is then unknown.
-
-    Zero bits at the start of the first byte count the further bytes: `0x81` is 1, and `0x40 0x02` is 2.
+    Reads an EBML number: zero bits at the start of the first byte count the further bytes, so `0x40 0x02` is 2. `None`
+    if it is invalid, or if its bits are all 1, which stands for an unknown length.
     """
     first = stream.read(1)
     if not first or not first[0]:

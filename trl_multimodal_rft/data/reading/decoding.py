@@ -361,10 +361,9 @@ def read_audio_chunks(
     ref: MediaRef, max_seconds: float | None, check_length: Callable[[float, float], None]
 ) -> _AudioChunks:
     """
-    Yields chunks of audio and their rate, up to `max_seconds`. Channels are averaged, so a chunk has the shape (N,).
-
-    Calls `check_length(count, rate)` with the number of samples that the header states, if any, and after each chunk
-    with the number of samples so far.
+    Yields chunks of audio `(N,)`, with averaged channels, and their rate, up to `max_seconds`. Calls
+    `check_length(count, rate)` with the number of samples that the header states, if any, and after each chunk with
+    those so far.
     """
     count = 0
     previous_rate = None
@@ -596,11 +595,9 @@ def _is_mirrored(frame: "VideoFrame") -> bool:
 
 def _scan_video(ref: MediaRef, stream: BinaryIO) -> tuple[TimedMetadata, int | None]:
     """
-    Returns a video's metadata, and the index of its stream (`None` if torchcodec could decode other frames than PyAV).
-
-    The decoders can differ if a packet isn't a frame, if decoding can't start at every keyframe, or if frames are
-    mirrored. In clips that were cut without re-encoding, some packets aren't frames. The number of packets then
-    isn't the number of frames, so all frames are decoded and counted.
+    Returns a video's metadata, and the index of its stream, or `None` if torchcodec could decode other frames than
+    PyAV: if a packet isn't a frame, as in clips that were cut without re-encoding, not every keyframe can start, or
+    frames are mirrored.
     """
     with require_module("av", "video").open(stream) as container:
         video = best_stream(container.streams.video)

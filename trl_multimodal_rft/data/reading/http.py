@@ -113,15 +113,9 @@ def ask(
     shown: Callable[[bytes], str] = start_of,
 ) -> Answer:
     """
-    Repeats a request until the server gives a usable answer, and returns the answer.
-
-    `seconds` limits the time of all `attempts` (`None` for any number) together, `attempt_seconds` the time of one
-    attempt, and `connect_seconds` the time to connect. After attempt `n`, the wait is `backoff * 2 ** (n - 1)`
-    seconds, or longer if the server asks for more, but at most 60 s. An answer that isn't `is_usable` leads to another
-    attempt. `check_url` raises an error for a URL that must not be requested, also after a redirect. Without
-    `check_url`, redirects aren't followed. `shown` returns the part of a body that an error shows.
-
-    Raises [`NoAnswer`] when `attempts` or `seconds` are used up, and [`TooLarge`] for a body of more than `max_bytes`.
+    Repeats a request until an answer `is_usable`, after waits of `backoff * 2 ** (n - 1)` seconds, or as the server
+    asks, at most 60. `seconds` is for all `attempts` (`None`: any). Redirects are followed only with `check_url`,
+    which sees each URL. Raises [`NoAnswer`] in the end, or [`TooLarge`].
     """
     deadline = time.monotonic() + seconds
     attempt = 0

@@ -41,10 +41,8 @@ def qwen_frame_size(
 
 def qwen_resized(options: dict[str, Any], image_patch_size: int, frames: np.ndarray, count: int) -> np.ndarray:
     """
-    Resizes a chunk of frames, of shape (N, H, W, 3), as `qwen_vl_utils.fetch_video` does.
-
-    `count` is the number of all selected frames of the video. `fetch_video` isn't called, as it can't read bytes,
-    needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
+    Resizes a chunk of frames `(N, H, W, 3)` of a video with `count` selected frames as `qwen_vl_utils.fetch_video`
+    does, which can't read bytes, needs torchcodec, misses frames of many formats, and resizes lists of frames twice.
     """
     vision = require_module("qwen_vl_utils.vision_process", "video")
     size = list(qwen_frame_size(options, image_patch_size, count, *frames.shape[1:3]))

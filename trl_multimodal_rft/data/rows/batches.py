@@ -166,13 +166,9 @@ class BatchShape:
 
     def keys(self, rows: Sequence[Any], first_rows: Sequence[Any]) -> list[Any]:
         """
-        Returns the row of each completion on this rank, for the `rows` of a batch on all ranks.
-
-        With `size=4`, `completions_per_row=2`, `n_ranks=2` and the rows 5, 0, 3, 7, rank 0 gets 5, 5, 0, 0, and rank 1
-        gets 3, 3, 7, 7.
-
-        With `drop_last`, a partial batch becomes empty. Otherwise, with several ranks, it is filled up with rows of
-        `first_rows`, the first batch of the epoch. With one rank, it stays partial.
+        Returns the row of each completion on this rank, for the `rows` of a batch on all ranks. A partial batch
+        becomes empty with `drop_last`, is otherwise filled up from `first_rows` of the epoch, and stays partial with
+        one rank.
         """
         if len(rows) < self.n_rows and (self.drop_last or self.n_ranks > 1):
             rows = [] if self.drop_last else list(islice(chain(rows, cycle(first_rows)), self.n_rows))
@@ -195,11 +191,9 @@ def too_few_rows_error(n_rows: int, n_needed: int, has_groups: bool) -> ValueErr
 
 class EpochBatches:
     """
-    Batches of a dataset. All micro-batches of a batch get the same [`RowBatch`], so that its rows are read once.
-
-    Rows come in the order that `order(n_rows, epoch)` returns, or from a `sampler`. The sampler draws none of the row
-    indices that `left_out()` returns, as long as the others fill a batch. In methods, `max_steps` is the number of
-    optimizer steps of the run, and `accumulation` is the number of micro-batches of a step.
+    Batches of a dataset, in the order of `order(n_rows, epoch)` or of a `sampler`, which draws none of `left_out()` as
+    long as the others fill a batch. Micro-batches of a batch share a [`RowBatch`], so that rows are read once.
+    `accumulation` is the number of micro-batches of a step.
     """
 
     epoch = 0
@@ -287,11 +281,9 @@ class EpochBatches:
 
 class StreamBatches:
     """
-    Batches of a stream. Row indices count the rows in the order of reading.
-
-    With `use_rank_shards`, a rank reads only its shards if the stream has at least one shard per rank, and if no group
-    of completions spans two ranks. Ranks may then get different numbers of batches, and rank 1 of 4 counts its
-    rows as 1, 5, 9 and so on. `skip_to_readable` skips rows before the first readable row of an epoch.
+    Batches of a stream, whose row indices count the rows as they are read. With `use_rank_shards`, a rank reads only
+    its shards, if each rank has one and no group spans two, so rank 1 of 4 counts its rows as 1, 5, 9.
+    `skip_to_readable` skips rows before the first readable row of an epoch.
     """
 
     def __init__(

@@ -19,10 +19,8 @@ _KEYS_WITHOUT_MEDIA = {"", "role", "content", "type", "text"}.union(*OPTIONS.val
 
 def max_media_per_row(dataset: Rows | None, ignored: Collection[str] = ()) -> dict[str, int] | None:
     """
-    Returns upper bounds on the number of media of a row, by modality. Returns `None` if prompts may hold further
-    media, and for streams and transforms.
-
-    The bounds cover the whole table, including rows that `select` left out of the dataset.
+    Returns upper bounds on the media of a row by modality, over the whole table, including rows that `select` left
+    out. `None` if prompts may hold further media, and for streams and transforms.
     """
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return None

@@ -21,23 +21,10 @@ _NEWEST_WEIGHT = 0.5
 
 
 class DifficultySampler:
-    r"""
-    Random sampler of the rows of a batch, weighted by how often the policy solves them, after the curriculum sampling
-    (RLCS) of [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006).
-
-    In the report, difficulty is measured by pass@k before training, and by the completions of each step during
-    training. Rows are grouped into tiers by difficulty. Each iteration lowers the share of tiers that are now too easy
-    or too hard. The report gives no bounds of tiers and no shares. Here, a row of pass rate $p$ has the weight
-    $\max(4 p (1 - p), 0.1)$, where $p (1 - p)$ is the variance of a reward of 0 or 1. The weight is 1 for $p = 0.5$ or
-    without a measurement, and 0.1 for $p = 0$ and $p = 1$. The first measurement sets $p$, and each later measurement
-    moves $p$ halfway to its value. The option `dynamic_sampling` takes the place of the report's oversampling.
-
-    A batch has no row twice. Batches are drawn independently, so an epoch is only a number of batches. The rows of
-    batch `n` are drawn when batch `n - n_prefetched` is read, so that their media can be prefetched. The draw depends
-    on measurements of batches before `n - n_prefetched`. Processes with the same measurements draw the same rows.
-
-    Raises:
-        `ValueError`: If a pass rate isn't between 0 and 1.
+    """
+    Random sampler of rows by how often the policy solves them, after the curriculum (RLCS) of
+    [GLM-4.1V-Thinking](https://huggingface.co/papers/2507.01006), whose report has no numbers: pass rate p weighs
+    max(4p(1 - p), 0.1). Batch n is drawn when batch n - `n_prefetched` is read, from measurements before it.
     """
 
     def __init__(

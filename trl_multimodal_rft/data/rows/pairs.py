@@ -155,23 +155,9 @@ def put_answer_media(
     marks: TemplateMarks = NO_MARKS,
 ) -> Row:
     """
-    Moves the media of a pair's columns into its messages if an answer holds media or placeholders.
-
-    Placeholders of `prompt`, `chosen` and `rejected`, in this order, take the media of columns in order.
-
-    Args:
-        row ([`~data.rows.batches.Row`]):
-            Row of `prompt`, `chosen`, `rejected` and media.
-        ignored, placeholders, rules, marks (*optional*):
-            See [`rows_to_messages`].
-
-    Returns:
-        [`~data.rows.batches.Row`]: The row itself if its answers are text; otherwise a row without media columns, with
-        `prompt`, `chosen` and `rejected` as messages with references.
-
-    Raises:
-        [`MediaError`]: If placeholders don't match the media of columns, or if a chat template was applied to the
-            text of a prompt that becomes messages.
+    Moves the media of a pair's columns into its messages if an answer holds media or placeholders, else returns the
+    row itself. Placeholders of `prompt`, `chosen` and `rejected` take them in this order. Other arguments are those of
+    [`rows_to_messages`].
     """
     answers = [read_answer(row.get(name), name, row.row_index, rules) for name in COMPLETIONS]
     if next(iter_refs(answers), None) is None:

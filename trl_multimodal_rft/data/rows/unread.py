@@ -26,7 +26,7 @@ from .values import block_modality, holds_several_media, is_empty, may_be_senten
 _N_ROWS = 16
 _N_PARSED = 1000
 
-_MODALITIES_BY_FEATURE = {"Audio": "audio", "Image": "image", "Video": "video", "Pdf": "PDF"}
+_MODALITIES_BY_FEATURE = {modality.title(): modality for modality in MODALITIES} | {"Pdf": "PDF"}
 
 # Words in column names that show the modality of media, if the media themselves don't
 _MODALITY_WORDS = {
@@ -150,19 +150,9 @@ def check_columns(
     option_modalities: Mapping[str, set[str]] | None = None,
 ) -> str | None:
     """
-    Raises an error, or returns a text of warnings, if a dataset has media that no prompt contains. Looks at features
-    and at up to 16 rows, without decoding media. If the dataset is a list, the modalities of prompts are those of all
-    its rows. Doesn't look at rows of streams and of datasets with a transform.
-
-    Also raises an error for wrong names of columns, for lists in `image`, `audio` or `video`, and for empty media
-    columns.
-
-    `message_columns` hold messages, `model_modalities` are the inputs of the model, and `dataset_part` tells whether
-    `dataset` is the whole dataset, its first rows, or some rows of a dataset whose other rows may have media, so that
-    media that no prompt gets are no error, and prompts without media need no warning. `needs_prompt` requires a column
-    `prompt`.
-    `option_modalities` maps options to the modalities that they change. Prompts must have one of an option's
-    modalities.
+    Raises an error, or returns a text of warnings, for media that no prompt contains, wrong names of columns and empty
+    media columns, from features and up to 16 undecoded rows, none of streams. `dataset_part` says whether other rows
+    may have media; `option_modalities` maps options to the modalities that they change.
     """
     columns = _Columns(
         dataset,

@@ -65,18 +65,9 @@ class Reading:
 
 def read_value(value: Any) -> Reading:
     """
-    Reads a value of a row, of a message or of a tool.
-
-    Media are pictures (PIL images, and arrays and tensors of their shape), decoders, bytes, files (`os.PathLike`),
-    sounds with their rate, and dictionaries that hold them as in Datasets, in content blocks, and in MCP. A text is a
-    string, a number, a date or a small array of numbers. Everything else is an objection.
-
-    Args:
-        value (`Any`):
-            The value.
-
-    Returns:
-        [`Reading`]: What the value is for a model.
+    Reads a value of a row, of a message or of a tool. Media are pictures, sounds with their rate, decoders, bytes,
+    files (`os.PathLike`), and dictionaries of them as in Datasets, blocks and MCP; a text may be a number, a date or a
+    small array. Everything else is an objection.
     """
     if isinstance(value, str):
         return Reading("text", value, named_modality(value))

@@ -29,7 +29,7 @@ from ...data.rows.values import file_modality
 from ...modalities import MODALITIES
 from ...rewards.letters import without_letters
 from .benchmarks import PROBLEM_TEMPLATE
-from .conversations import conversation, preference_pair, source_of
+from .foreign_rows import conversation, preference_pair, source_of
 
 
 # The prompt of [`load_avqa_r1`]
@@ -385,13 +385,9 @@ def _load_converted(
     allow_answer_media: bool = False,
 ) -> Dataset:
     """
-    Returns a dataset of the columns that `convert` returns, the media, and the file's other columns.
-
-    `read` reads the rows of a JSON file. `with_media` returns a row with its media in columns such as `images`. The
-    result has no column of the file in `converted_columns`, and with `None` no other column of the file. With
-    `allow_answer_media`, marks in answers of pairs can stand for media. The row `{"conversations": ..., "image":
-    "a.png", "id": 1}` of LLaVA becomes `{"messages": ..., "images": ["/folder/a.png"], "id": 1}`, with a block
-    `{"type": "image"}` in a message.
+    Returns a dataset of the columns that `convert` returns, the media that `with_media` puts in columns such as
+    `images`, and the file's others but for `converted_columns` (`None`: none). With `allow_answer_media`, marks in
+    answers of pairs can stand for media.
     """
     rows, media = _read_rows_and_media(path, split, media_dir, with_media, read)
     converted_rows = [convert(row, index) for index, row in enumerate(rows)]

@@ -22,12 +22,12 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import TOKEN_FIELDS, family_of, modality_of
 from ...forward.attention import install_prefix_attention
-from ...forward.features import to_model
+from ...forward.encoders import to_model
 from ...forward.head import add_fused_head, scores_of_logits
 from ...forward.masks import sharing_obstacle
-from ...forward.prompts import split_samples
+from ...forward.prompt_groups import split_samples
 from ...models.modes import checkpoint_activations, evaluation_mode
-from ...models.parts import count_parts, find_tower, freeze_as_built
+from ...models.parts import TOWERS, count_parts, find_tower, freeze_as_built
 from ...models.pretrained import load_model
 from ...models.quantization import keep_differentiable
 from ...models.wrapped import unwrapped
@@ -156,12 +156,12 @@ class Actor(nn.Module):
         keep_differentiable(base)
         base.config.use_cache = False
         frozen_towers = []
-        for modality, argument in {"image": "freeze_vision_tower", "audio": "freeze_audio_tower"}.items():
-            if arguments[argument]:
+        for modality, part in TOWERS.items():
+            if arguments[f"freeze_{part}"]:
                 try:
                     frozen_towers.append(find_tower(base, modality))
                 except ValueError as error:
-                    raise ValueError(f"{error} Remove `{argument}`.") from error
+                    raise ValueError(f"{error} Remove `freeze_{part}`.") from error
         for name in frozen_towers:
             base.get_submodule(name).requires_grad_(False)
         if packing_samples:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...engines.decoding import up_to_first_end
+from ...engines.token_loop import up_to_first_end
 
 
 def mask_completions(

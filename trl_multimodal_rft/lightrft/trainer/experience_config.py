@@ -13,7 +13,7 @@ from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimato
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
 from ...data.rows.unread import check_ignored
 from ...spelling import check_choice, check_interval, split_settings
-from ...trainers.base.options import check_values
+from ...trainers.base.config_options import check_values
 
 
 # Estimators that compare the completions of a prompt, with the advantages that become rewards. LightRFT adds 1e-8 to

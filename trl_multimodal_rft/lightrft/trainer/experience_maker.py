@@ -24,10 +24,10 @@ from ...encoding.prompt_encoder import PromptEncoder
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...engines.transformers import sample_completions
 from ...families import input_modalities
-from ...forward.prompts import left_pad
+from ...forward.prompt_groups import left_pad
 from ...models.critic import Critic
 from ...models.modes import evaluation_mode
-from ...rollout.completions import right_pad
+from ...rollout.completion_columns import right_pad
 from ...rollout.rollout import Prompted, Rollout, Source
 from ...rollout.score import score_in_batches, score_values
 from ..models.actor import Actor, sampling_options

@@ -80,15 +80,9 @@ def vote_of(answer: str, choices: Sequence[str] | None = None) -> Hashable:
 
 def named_choice(answer: str, choices: Sequence[str]) -> int | None:
     """
-    Returns the index of the choice that an answer names, or `None` if it names none or several.
-
-    The first rule that applies counts:
-
-    1. The answer is the choice's text, except for case, whitespace and punctuation.
-    2. The answer has the choice's letter, as in `"B"`, `"(B)"`, `"B is right, not A"` or `"B. Woman"`, and the text of
-       another choice doesn't follow.
-    3. The answer has all words of the choice, and no word that only other choices have. The rule comes from
-       [MMAU](https://huggingface.co/papers/2410.19168), and ignores negations: `"not a woman"` names `"Woman"`.
+    Returns the index of the choice that an answer names, `None` for none or several: by its text; by its letter,
+    unless another's text follows; or by all of its words and none that only others have, as in
+    [MMAU](https://huggingface.co/papers/2410.19168), which ignores negations.
     """
     answer = normal_form(answer).strip()
     choices = [normal_form(choice) for choice in choices]

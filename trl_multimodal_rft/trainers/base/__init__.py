@@ -3,8 +3,8 @@
 What all trainers share.
 
 - `trainer` is their base, `signatures` and `configs` have the types of arguments and configs.
-- Before anything is loaded: `multimodal_config` has the options of configs, `options` their table, `conflicts` what
-  excludes each other, `batch_sizes` the sizes that must fit, and `arguments` checks what a constructor gets.
+- Before anything is loaded: `multimodal_config` has the options of configs, `config_options` their table, `conflicts`
+  what excludes each other, `batch_sizes` the sizes that must fit, and `argument_checks` reads what a constructor gets.
 - In a constructor: `setup` compares config, launch and model, `loading` loads models, `preparation` prepares them for
   scores, and `optimizer` sets the rates of parts.
 - Whenever a dataset comes, from a constructor or for an evaluation: `dataset_checks` reads its columns and first rows.

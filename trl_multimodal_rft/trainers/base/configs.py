@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .arguments import mapping
+from .argument_checks import mapping
 
 
 if TYPE_CHECKING:  # importing a config takes 10 ms, so a trainer imports only its own

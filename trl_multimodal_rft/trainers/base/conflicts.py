@@ -7,7 +7,7 @@ messages. A config lists its tables in `_conflicts`; those of a single config st
 from collections.abc import Sequence
 from typing import Any
 
-from ...views.options import as_schedule
+from ...views.view_options import as_schedule
 
 
 # Conditions of which none may be true, and messages about them

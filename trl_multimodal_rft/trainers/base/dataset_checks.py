@@ -25,8 +25,8 @@ from ...models.pretrained import read_config
 from ...rewards.named import check_reward_columns
 from ...rollout.row_pass import named_splits
 from ...rollout.stream import RowStream
-from ...views.options import changed_media
-from .arguments import mapping
+from ...views.view_options import changed_media
+from .argument_checks import mapping
 from .configs import SamplingConfig, TrainerConfig
 from .signatures import EvalRows, Model, Rows
 

@@ -25,11 +25,9 @@ _NAME = "ema"  # name of the file, or of the folder of shards, in a checkpoint
 
 
 class MovingAverage(TrainerCallback):
-    r"""
-    Callback that averages weights after each update, $\bar\theta \leftarrow \beta \bar\theta + (1 - \beta) \theta$, in
-    float32.
-
-    A process that holds shards of the weights holds the same shards of the average.
+    """
+    Callback that averages weights after each update, in float32: a process that holds shards of the weights holds the
+    same shards of the average.
     """
 
     @classmethod

@@ -51,10 +51,8 @@ def skip_broken_update(
     limit: int,
 ) -> tuple[bool, int]:
     """
-    Skips an update whose gradient isn't finite.
-
-    Returns whether the update is skipped, and the number of skipped updates in a row, which was `n_skipped` before the
-    update. Raises `FloatingPointError` if the number exceeds `limit`, or if DeepSpeed has made the update already.
+    Skips an update whose gradient isn't finite. Returns whether it does, and the number in a row. Raises
+    `FloatingPointError` if that exceeds `limit`, or if DeepSpeed has made the update already.
     """
     # All ranks decide alike, because they have the same norm. DeepSpeed's norm can be `None` or -1
     if norm is None or (math.isfinite(norm) and norm >= 0):

@@ -27,7 +27,7 @@ from ...models.parts import freeze_as_built
 from ...models.pretrained import load_model, policy_class, require_all_weights, trained_part
 from ...models.wrapped import replaced
 from ...policy import training_obstacle
-from .arguments import mapping
+from .argument_checks import mapping
 from .configs import TrainerConfig
 from .setup import NO_NAME
 from .signatures import Adapter, Processor
@@ -167,10 +167,8 @@ def load_reference(
     quantization_config: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel | None:
     """
-    Loads the reference if the policy is only a part of the model in its folder, such as the thinker of Qwen2.5-Omni.
-    TRL would load the whole model.
-
-    Returns the reference, or `None` if TRL can load it, or if the policy without its adapter is the reference.
+    Loads the reference if the policy is only a part of the model in its folder, such as the thinker of Qwen2.5-Omni,
+    of which TRL would load all. `None` if TRL can load it, or if the policy without its adapter is the reference.
     """
     if peft_config is not None or is_peft_model(model):
         return None

@@ -15,11 +15,10 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_availab
 from ...data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ...data.rows.unread import check_ignored
 from ...reporting.trackers import check_trackers, tracker_names
-from ...views.options import ContrastView, RolloutView, view_option
-from .arguments import CheckedKeywords
+from ...views.view_options import ContrastView, RolloutView, view_option
+from .argument_checks import CheckedKeywords
 from .batch_sizes import batch_options, check_batches
-from .conflicts import Conflicts, conflicts_of_engine, conflicts_of_groups, conflicts_of_staleness, conflicts_of_views
-from .options import (
+from .config_options import (
     SPEED_OPTIONS,
     UNUSED_IN_SAMPLING,
     Ascending,
@@ -36,6 +35,7 @@ from .options import (
     settle_unused,
     warn_of_rates,
 )
+from .conflicts import Conflicts, conflicts_of_engine, conflicts_of_groups, conflicts_of_staleness, conflicts_of_views
 
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, get_scheduler
 from ...models.modes import disable_unsupported_checkpointing
 from ...models.parts import check_trainable, freeze, match_keys
 from ...models.wrapped import unwrapped
-from .arguments import mapping
+from .argument_checks import mapping
 from .configs import TrainerConfig
 
 
@@ -71,11 +71,8 @@ def split_groups_by_rate(
     keys: Mapping[int, str] | None = None,
 ) -> None:
     """
-    Splits the parameter groups of a new optimizer by `learning_rates` and by further `rates`. `keys` maps ids of
-    parameters to the keys of `rates`.
-
-    A new optimizer has a group with weight decay and a group without. With a rate for `vision_tower`, each of them
-    splits in two: the weights of the tower, and the rest. The schedule multiplies the rate of each group.
+    Splits the parameter groups of a new optimizer by `learning_rates` and by further `rates`, whose keys `keys` maps
+    from ids of parameters. The schedule multiplies the rate of each group.
     """
     part_rates = mapping(args.learning_rates)
     keys_by_parameter = match_keys(model, [*part_rates], "learning_rates")
@@ -146,11 +143,9 @@ def mark_group_parts(
     model: nn.Module, optimizer: Optimizer, critic: nn.Module, args: "MultimodalPPOConfig", regroup: bool
 ) -> tuple[bool, ...]:
     """
-    Sets the `part` of each parameter group to `"policy"` or `"critic"`. Returns for each group whether it is the
-    critic's.
-
-    With `regroup`, first moves the critic's weights to separate groups with the critic's learning rate. Raises
-    `ValueError` if a group has weights of policy and critic, or if DeepSpeed's config has an optimizer.
+    Sets the `part` of each parameter group, `"policy"` or `"critic"`, after `regroup` has moved the critic's weights
+    to groups with its rate. Returns whether each is the critic's. Raises a `ValueError` for a group of both, or an
+    optimizer in DeepSpeed's config.
     """
     if isinstance(optimizer, DummyOptim):
         raise ValueError(
@@ -179,12 +174,9 @@ def freeze_parts(
     optimizer: Optimizer, trainable: Callable[[], Collection[str]], is_updated: Callable[[str], bool]
 ) -> None:
     """
-    Adds hooks that keep an optimizer from changing parts that an update doesn't train. The hooks also run if DeepSpeed
-    calls the optimizer's step, even if each call has only one group.
-
-    A part outside of `trainable()` keeps its weights and optimizer states. A trainable part for which `is_updated`
-    returns `False`, such as the policy during `freezing_actor_steps`, keeps its weights, but gets optimizer states,
-    which checkpoints need.
+    Adds hooks that keep an optimizer, also DeepSpeed's, from changing parts that an update doesn't train. Parts
+    outside of `trainable()` keep weights and states; trainable ones that aren't `is_updated` keep weights, but get
+    states, which checkpoints need.
     """
 
     def before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -221,10 +213,8 @@ def two_schedules(
     args: "MultimodalPPOConfig", optimizer: Optimizer, critic_groups: tuple[bool, ...], n_steps: int
 ) -> LambdaLR:
     """
-    Returns a scheduler of policy and critic.
-
-    With `freezing_actor_steps=10` in a run of 100 steps, the policy's rate is 0 for 10 steps, and then follows a
-    schedule of 90 steps. The critic's schedule has 100 steps.
+    Returns a scheduler of policy and critic. With `freezing_actor_steps=10` in a run of 100 steps, the policy's rate
+    is 0 for 10 steps, and then follows a schedule of 90 steps; the critic's has 100.
     """
     n_frozen = args.freezing_actor_steps
     policy_schedule = _schedule(

@@ -14,14 +14,14 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
-from ...forward.features import install_encoder_attention
+from ...forward.encoders import install_encoder_attention
 from ...forward.head import add_fused_head, head_rule
 from ...forward.masks import sharing_obstacle
 from ...models.modes import turn_off_dropout
 from ...models.wrapped import unwrapped
 from ...policy import Fallbacks, PolicyForward
-from ...views.options import LossView
-from .arguments import mapping
+from ...views.view_options import LossView
+from .argument_checks import mapping
 from .configs import SamplingConfig, TrainerConfig
 from .signatures import Processor
 

@@ -15,7 +15,7 @@ from ...encoding.processors import tokenizer_of
 from ...families import family_of_processor
 from ...models.modes import ignore_deprecated_names
 from ...policy import check_one_run
-from .arguments import check_instances, check_output_dir, check_parallelism
+from .argument_checks import check_instances, check_output_dir, check_parallelism
 from .configs import SamplingConfig, TrainerConfig, needs_reference, options_that_exclude_tokens
 from .signatures import Adapter, Model
 
@@ -95,11 +95,9 @@ def check_engine_format(processing_class: ProcessorMixin | PreTrainedTokenizerBa
 
 def check_launch(args: TrainerConfig, model: Model) -> None:
     """
-    Raises an error if Accelerate or `Trainer` would silently misinterpret the launch.
-
-    This is the case if several processes would train separately, if one process runs in place of several, if a process
-    has several GPUs, or if ranks share rows (tensor, context or sequence parallelism). Also raises an error if the
-    DeepSpeed config allows updates with gradients that aren't finite.
+    Raises an error if Accelerate or `Trainer` would silently misread the launch: processes that train separately or
+    stand for several, several GPUs in one, ranks that share rows, or a DeepSpeed config that updates with gradients
+    that aren't finite.
     """
     check_one_run(
         args.world_size,

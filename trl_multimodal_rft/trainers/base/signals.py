@@ -61,18 +61,9 @@ if hasattr(os, "register_at_fork"):
 
 class EndOnSignal(TrainerCallback):
     """
-    Callback that ends a run with a checkpoint on SIGTERM, SIGHUP or SIGINT, and on request on SIGUSR1.
-
-    The run ends after the optimizer step in which any process got the signal, since weights, optimizer and rollouts
-    match only between steps. SIGINT after any of them ends the run at once. Repeats of other signals change nothing,
-    since launchers repeat signals.
-
-    Args:
-        any_process (`Callable[[bool], bool]`):
-            Function that returns whether a condition holds on any process.
-        raises (`bool`, *optional*, defaults to `False`):
-            Whether all processes raise `KeyboardInterrupt` after the checkpoint, so that a script doesn't continue
-            after `train`. SIGUSR1, and signals for which the program has a handler, are then left alone.
+    Callback that ends a run with a checkpoint on SIGTERM, SIGHUP or SIGINT, or SIGUSR1, after the step in which any
+    process got it, as weights and rollouts match only between steps. A later SIGINT ends it at once; repeats of others
+    do nothing. With `raises`, `KeyboardInterrupt` follows, and SIGUSR1 and handled signals are left alone.
     """
 
     def __init__(self, any_process: Callable[[bool], bool], raises: bool = False):

@@ -45,7 +45,7 @@ from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_with
 from ..checkpoints.lock import holding_lock
 from ..checkpoints.shards import saving_whole_weights, writes_shards
 from ..checkpoints.whole_step import WholeSteps
-from .arguments import check_keywords
+from .argument_checks import check_keywords
 from .finite import check_weights, skip_broken_update
 from .logs import LoggedTrainer
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
@@ -118,10 +118,9 @@ class BaseTrainer(LoggedTrainer):
 
     def _finish_setup(self) -> None:
         """
-        Prepares the model, and adds callbacks that restore state, save before a push, log, and save on signals.
-
-        The callback for signals replaces that of transformers, which doesn't wait for the end of the step. Raises a
-        `TypeError` if the trainer lacks an attribute that this class needs.
+        Prepares the model, and adds callbacks that restore state, save, log, and end on signals, in place of
+        transformers', which doesn't wait for the end of the step. Raises a `TypeError` for a missing attribute of the
+        trainer.
         """
         self._checkpoints = Checkpoints(self.args, self.accelerator, self._tag_names[1])
         self._row_pass = RowPass(self.accelerator, self._row_readers)
@@ -291,10 +290,8 @@ class BaseTrainer(LoggedTrainer):
 
     def _reload_weights(self, folder: str | Path) -> bool:
         """
-        Loads unsharded weights by `from_pretrained`. Returns whether the weights were loaded.
-
-        `save_pretrained` renames the keys of many multimodal models, and `from_pretrained` knows the new names.
-        `Trainer` would load a state dict by the old names, restore nothing, and only warn
+        Loads unsharded weights by `from_pretrained`, and returns whether it did. `save_pretrained` renames keys of
+        many multimodal models, and `Trainer` would load by the old names, and only warn
         (huggingface/transformers#43701).
         """
         if not is_unsharded(self.accelerator):

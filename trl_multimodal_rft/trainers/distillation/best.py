@@ -38,11 +38,9 @@ class _Answer(NamedTuple):
 
 def choose_best(prompting: Prompting, rollout: Rollout, rewards: Rewards, min_reward: float) -> list[str | None]:
     """
-    Returns for each completion the text of the best other completion of its group, or `None` if the reward of none
-    reaches `min_reward`. All ranks must call this.
-
-    For example, the rewards 1, 0, 2 of a group give the texts of the third, third and first completion. Of equal
-    rewards, the first counts. A reward is the sum over the reward functions, without those that give `None`.
+    Returns for each completion the text of the best other completion of its group, `None` if none reaches
+    `min_reward`; the first of equal ones counts. A reward is the sum over functions that don't give `None`. All ranks
+    must call this.
     """
     per_func = rewards_per_func(rewards.by_completion)
     totals = torch.where(per_func.isnan().all(1), math.nan, per_func.nansum(1)).tolist()

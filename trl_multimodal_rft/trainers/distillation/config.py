@@ -8,13 +8,13 @@ from trl import DistillationConfig
 
 from ...data.rows.names import TEACHER_COLUMNS, TEACHER_ID
 from ...spelling import read_settings, split_settings
-from ...views.options import ContrastView, RolloutView
+from ...views.view_options import ContrastView, RolloutView
 from ...views.views import as_view
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.batch_sizes import batch_options, batch_size, check_batches
+from ..base.config_options import Needs, help_from_docstring
 from ..base.conflicts import check_conflicts
 from ..base.multimodal_config import SamplingArguments
-from ..base.options import Needs, help_from_docstring
 from .conflicts import conflicts_of_losses, conflicts_of_processor, conflicts_of_self_teacher, conflicts_of_server
 
 

@@ -48,7 +48,8 @@ from ..sampling.offload import HostMemory, storages, weights
 from ..sampling.prompting import Prompting
 from ..sampling.scoring import Scoring
 from .conflicts import conflicts_of_other_tokens
-from .loading import (
+from .span_scores import aligned_metrics, aligner, has_aligned, span_scores, taught_mask
+from .teacher_loading import (
     TeachersByName,
     divergence_head_rule,
     label,
@@ -56,7 +57,6 @@ from .loading import (
     same_tokens,
     server_teacher,
 )
-from .spans import aligned_metrics, aligner, has_aligned, span_scores, taught_mask
 
 
 logger = get_logger(__name__)
@@ -501,12 +501,9 @@ def teacher_prompts(
     prompting: Prompting, prompted: Prompted, rows: Sequence[EncodedRow], encoder: PromptEncoder | None = None
 ) -> list[EncodedPrompt]:
     """
-    Returns the teacher's prompt for each completion. Columns for the teacher, such as `teacher_prompt`, replace the
-    columns that the student reads, and `teacher_view` changes the media. A teacher that doesn't read the student's
-    prompts has an `encoder`.
-
-    Completions that share a prompt share the teacher's prompt, too. If teacher and student read the same prompt, it is
-    a single object. Raises `ValueError` if rows have columns for the teacher and there are tools.
+    Returns the teacher's prompt for each completion, by columns such as `teacher_prompt`, `teacher_view` and the
+    `encoder` of a teacher that doesn't read the student's. Equal prompts are one object. Raises a `ValueError` for
+    such columns with tools.
     """
     are_separate = [has_teacher_prompt(row.stored) for row in rows]
     if any(are_separate) or encoder is not None:

@@ -23,7 +23,7 @@ from ...rewards.calls import distinct_names
 from ...rewards.named import as_reward_funcs
 from ...rollout.rollout import Rewards, Rollout
 from ...rollout.stream import EncodedRow
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.ema import MovingAverage
 from ..base.preparation import prepare_reference
 from ..base.setup import resolve_config
@@ -33,8 +33,8 @@ from ..sampling.trainer import MultimodalTrainer
 from .best import choose_best, prompts_with
 from .config import MultimodalDistillationConfig
 from .ids import check_teacher_ids
-from .loading import check_sources, load_teachers
-from .spans import taught_mask
+from .span_scores import taught_mask
+from .teacher_loading import check_sources, load_teachers
 from .teachers import Lesson, Teachers, prompts_under_view
 
 

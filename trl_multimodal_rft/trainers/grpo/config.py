@@ -11,11 +11,11 @@ from ...algorithms.advantages import ALIASES, ESTIMATORS, Estimator, as_estimato
 from ...algorithms.losses import LOSSES, LossOptions, LossType, as_loss, describe_losses
 from ...rollout.token_filter import EntropySource
 from ...spelling import check_choice, read_settings, split_settings
-from ...views.options import LossView, view_option
+from ...views.view_options import LossView, view_option
 from ..base.batch_sizes import batch_options
+from ..base.config_options import Needs, check_values, help_from_docstring
 from ..base.conflicts import check_conflicts
 from ..base.multimodal_config import MultimodalArguments
-from ..base.options import Needs, check_values, help_from_docstring
 from .conflicts import (
     conflicts_of_entropy,
     conflicts_of_kl,

@@ -56,12 +56,9 @@ def with_view(prompting: Prompting, rollout: Rollout) -> Rollout:
 
 def measure_dependency(scoring: Scoring, rollout: Rollout, rule: HeadRule | None) -> tuple[Scores, Rollout]:
     """
-    Returns the scores of a rollout under the policy that sampled it, and the rollout with the dependency of its tokens
-    on media, `(B, C)`.
-
-    With the `rule` of the LM head, the dependency is the divergence between the policy's distributions with the media
-    and under the view. Without a `rule`, it is the reference's entropy under the view minus the policy's entropy with
-    the media. It is 0 where the view replaces no media.
+    Returns the scores of a rollout under the policy that sampled it, and the rollout with its tokens' dependency on
+    media, `(B, C)`, 0 where the view replaces none: with the head's `rule` the divergence of both distributions, else
+    the reference's entropy under the view minus the policy's.
     """
     context = scoring.context
     args = context.args
@@ -84,10 +81,8 @@ def measure_dependency(scoring: Scoring, rollout: Rollout, rule: HeadRule | None
 
 def weighed_by_dependency(context: Context, rollout: Rollout) -> Rollout:
     """
-    Returns a rollout whose completions and tokens are weighed by their dependency on media.
-
-    With `advantage_min`, weighs advantages by the mean dependency of a completion's tokens. With `temperature` or
-    `token_quantile`, weighs tokens by their own dependency. Weights are 1 where the view replaces no media.
+    Returns a rollout weighed by the dependency on media: advantages with `advantage_min`, by the mean of a
+    completion's tokens, and tokens with `temperature` or `token_quantile`. Weights are 1 where the view replaces none.
     """
     settings = context.args.loss_view_settings
     dependency = rollout.view.dependency

@@ -317,10 +317,8 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
     def _on_rollout(self, micro_batches: list[Rollout]) -> list[Rollout]:
         """
         Returns the micro-batches of a new rollout, with weights of tokens if entropies under the sampling policy
-        choose them. Those after the first update are scored now.
-
-        Tokens compete within windows of micro-batches. With a window of 2, tokens of the micro-batches 0 and 1 compete
-        with each other, and so do tokens of the micro-batches 2 and 3.
+        choose them. Those after the first update are scored now. Tokens compete within windows of micro-batches, such
+        as 0 and 1, then 2 and 3.
         """
         if not self._filters_by_rollout_entropy:
             return super()._on_rollout(micro_batches)

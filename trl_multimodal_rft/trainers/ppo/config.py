@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from transformers import SchedulerType
 
 from ...algorithms.advantages import describe_estimators
+from ..base.config_options import Needs, check_values, help_from_docstring
 from ..base.conflicts import Conflicts
-from ..base.options import Needs, check_values, help_from_docstring
 from ..grpo.config import MultimodalGRPOConfig
 
 

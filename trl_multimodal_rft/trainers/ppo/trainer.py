@@ -50,7 +50,7 @@ from ...rollout.estimates import Estimates
 from ...rollout.ranks import gather_rows, local_rows
 from ...rollout.rollout import Rewards, Rollout, Values
 from ...rollout.score import score_values
-from ..base.arguments import check_arguments
+from ..base.argument_checks import check_arguments
 from ..base.dataset_checks import warn_of_unread_media
 from ..base.ema import MovingAverage
 from ..base.optimizer import freeze_parts, mark_group_parts, two_schedules
@@ -365,10 +365,8 @@ class MultimodalPPOTrainer(MultimodalGRPOTrainer):
 
     def _supervised_batch(self) -> ScoreRequest | None:
         """
-        Returns this rank's supervised rows for a micro-batch, or `None` without `ptx_dataset`.
-
-        On 2 ranks with a `batch_size` of 1, the micro-batch with index 3 in the run gets the rows at 6 and 7 of an
-        endless shuffled order.
+        Returns this rank's supervised rows for a micro-batch, in an endless shuffled order of all ranks, or `None`
+        without `ptx_dataset`.
         """
         if self._supervised_rows is None:
             return None

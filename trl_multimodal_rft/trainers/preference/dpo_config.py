@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from trl import DPOConfig
 
-from ...views.options import RejectedView, view_option
+from ...views.view_options import RejectedView, view_option
+from ..base.config_options import UNUSED_IN_READING, Unused, help_from_docstring
 from ..base.conflicts import Conflicts, check_conflicts, conflicts_of_noise, conflicts_of_reference
 from ..base.multimodal_config import MediaArguments
-from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
 # Options of TRL that this trainer doesn't use

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from trl import RewardConfig
 
+from ..base.config_options import UNUSED_IN_READING, Unused, help_from_docstring
 from ..base.conflicts import check_conflicts, conflicts_of_noise
 from ..base.multimodal_config import MediaArguments
-from ..base.options import UNUSED_IN_READING, Unused, help_from_docstring
 
 
 # Options of TRL that this trainer doesn't use

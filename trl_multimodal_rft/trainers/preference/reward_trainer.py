@@ -18,7 +18,7 @@ from trl import RewardTrainer
 from trl.data_utils import get_dataset_column_names
 
 from ...algorithms.metrics import largest, latest, nan_mean, scored_mean, smallest
-from ...checks.sequences import check_pairs
+from ...checks.sequence_check import check_pairs
 from ...encoding.processors import tokenizer_of
 from ...forward.scores import Scores
 from ...models.reward_model import as_reward_model, load_reward_model

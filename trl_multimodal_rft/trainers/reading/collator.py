@@ -175,10 +175,8 @@ class RowCollator(Generic[ConfigT]):
 
     def prepare(self, dataset: Any, name: str) -> Any:
         """
-        Returns a dataset, or a dictionary of datasets, that the collator can encode.
-
-        As in TRL, drops tokenized rows that lose all labels to `max_length`, and converts `conversations` to
-        `messages`. `name` is the split, for error messages.
+        Returns a dataset, or a dictionary of datasets, that the collator can encode: as in TRL, without tokenized rows
+        that lose all labels to `max_length`, and with `conversations` as `messages`. `name` is the split, for errors.
         """
         if isinstance(dataset, dict):
             return {split: self.prepare(split_dataset, split) for split, split_dataset in dataset.items()}

@@ -18,13 +18,8 @@ Columns = Callable[[Row], dict[str, list[int]]]
 
 class TokenColumns:
     """
-    Datasets that show tokens, and the datasets that they were made from, which a run reads.
-
-    Args:
-        columns (`Callable`):
-            Returns the columns of tokens of a row, none for a row with media.
-        names (`Callable`):
-            Returns the names of a dataset's new columns of tokens, none for a dataset with media columns.
+    Datasets that show tokens, and those that they were made from, which a run reads. `columns` and `names` return a
+    row's and a dataset's new columns of tokens, none if there are media.
     """
 
     def __init__(self, columns: Columns, names: Callable[[Dataset], list[str]]):

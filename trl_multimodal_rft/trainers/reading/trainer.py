@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from ...algorithms.metrics import latest, weighted_mean
 from ...checks.run_checks import Checks
-from ...checks.sequences import check_pairs
+from ...checks.sequence_check import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
 from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
 from ...data.rows.features import holds_files
@@ -30,7 +30,7 @@ from ...encoding.processors import tokenizer_of
 from ...encoding.sequences import PreferencePair, SupervisedSequence
 from ...families import family_of
 from ...forward.attention import install_prefix_attention
-from ...forward.features import install_encoder_attention
+from ...forward.encoders import install_encoder_attention
 from ...forward.head import add_fused_head
 from ...forward.masks import sharing_obstacle
 from ...forward.scores import Scores
@@ -42,7 +42,7 @@ from ...reporting.card_notes import CardNotes
 from ...reporting.console import console_of
 from ...rollout.row_pass import ReadRow
 from ...rollout.stream import NONE_LEFT, EncodedRow, RowStream, warn_of_positions
-from ..base.arguments import check_arguments
+from ..base.argument_checks import check_arguments
 from ..base.dataset_checks import check_held_out, modalities, unchecked_datasets, warn_of_unread_media
 from ..base.loading import Models, load_parts
 from ..base.logs import ReadMetrics
@@ -91,11 +91,9 @@ class CompletionTrainer(BaseTrainer):
         check: Callable[..., Any] = check_pairs,
     ) -> None:
         """
-        Freezes parts of the model, and sets up the stream of rows and the forward that scores completions.
-
-        Rows keep the `columns`, or all columns if it is `None`. With `packs`, rows are packed if the model and its
-        reference allow it. `outputs` are the outputs of TRL's fused head, none for reward models. `check` compares the
-        first rows with the outputs of the processor from `load_processor`.
+        Freezes parts of the model, and sets up the stream of rows, with `columns` (`None`: all), and the forward that
+        scores them, packed with `packs` if the models allow it. `check` compares the first rows with the processor's
+        outputs.
         """
         self._load_processor = load_processor
         self.add_callback(ReadMetrics(self._metric_log))

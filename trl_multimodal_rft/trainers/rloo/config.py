@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from trl import RLOOConfig
 
+from ..base.config_options import check_values, help_from_docstring
 from ..base.conflicts import Conflicts, check_conflicts
 from ..base.multimodal_config import MultimodalArguments
-from ..base.options import check_values, help_from_docstring
 
 
 def _conflicts_of_weights(args: Any) -> Conflicts:

@@ -2,8 +2,8 @@
 """
 What the trainers that sample completions share.
 
-- `trainer` is their base. `inputs` checks and loads the arguments of their constructors, `prompts` makes what reads
-  rows, and `engine` what samples.
-- The stages of a rollout, in their order: `prompting`, `sampling`, `scoring`, `rewarding` and `batches`, all of which
-  read `context`; with `asynchronous`, `rollout_views` and `offload` as options. `rollout_logs` logs them.
+- `trainer` is their base. `constructor_inputs` checks and loads the arguments of their constructors, `prompt_setup`
+  makes what reads rows, and `engine` what samples.
+- The stages of a rollout, in their order: `prompting`, `sampling`, `scoring`, `rewarding` and `micro_batches`, all of
+  which read `context`; with `asynchronous`, `rollout_views` and `offload` as options. `rollout_logs` logs them.
 """

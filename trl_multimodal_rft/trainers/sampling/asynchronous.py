@@ -20,7 +20,7 @@ from ...engines.vllm_client import on_all_ranks, server_features
 from ...engines.vllm_prompts import EnginePrompts
 from ...engines.vllm_requests import ServerSample
 from ...engines.vllm_servers import Servers
-from ...rollout.completions import with_completions
+from ...rollout.completion_columns import with_completions
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Flight, Prompted, Rollout
 from ...rollout.turns import with_one_turn
@@ -63,11 +63,9 @@ class AsynchronousSampling:
 
     def __call__(self, sampler: Any, rollout: Prompted, batch_index: int) -> Drawn:
         """
-        Returns the samples of the batch with this index in the run. First sends the current weights to the servers,
-        and requests all batches up to `max_staleness` ahead. All ranks must call this.
-
-        With `max_staleness=2`, the call for batch 0 requests the batches 0, 1 and 2, and the call for batch 1 requests
-        batch 3, which the servers sample during the updates on the batches 1 and 2.
+        Returns the samples of the batch with this index in the run, after it has sent the current weights, and
+        requested all batches up to `max_staleness` ahead, which servers sample during the updates. All ranks must call
+        this.
         """
         context = self.context
         flight = self.flight
@@ -112,10 +110,8 @@ class AsynchronousSampling:
 
     def _request_batch(self, batch_index: int) -> None:
         """
-        Requests the completions of this rank's part of a batch from the servers. All ranks must call this.
-
-        With 2 ranks of 2 completions, the completions of rank 1 have the global indices 2 and 3. An extra completion
-        for the prompt of index 3 under `contrast_view` has the global index 7.
+        Requests the completions of this rank's part of a batch. All ranks must call this. Global indices count all
+        ranks' completions, then the extra ones under `contrast_view`: 7 for the prompt of index 3 of 4.
         """
         context = self.context
         accelerator = context.accelerator

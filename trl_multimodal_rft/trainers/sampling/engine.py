@@ -25,7 +25,7 @@ from ...engines.vllm_servers import Servers
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
 from ...policy import PolicyForward
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.configs import SamplingConfig
 from ..base.dataset_checks import media_limits
 from ..base.finite import naming_broken_logits

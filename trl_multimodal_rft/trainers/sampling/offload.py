@@ -22,11 +22,9 @@ Storages = dict[int, torch.UntypedStorage]
 
 class HostMemory:
     """
-    Host memory for the contents of storages while their device memory is freed. Slabs of `slab_size` bytes are
-    allocated when they are first needed, and then reused.
-
-    A storage is resized to 0 and back, as FSDP does with gathered weights. So all tensors on the storage stay valid,
-    such as parameters, optimizer states, DDP's buckets and DeepSpeed's flat buffers.
+    Host memory, in reused slabs of `slab_size` bytes, for storages while their device memory is freed. A storage is
+    resized to 0 and back, as FSDP does, so that all tensors on it stay valid, such as DDP's buckets and optimizer
+    states.
     """
 
     def __init__(self, device: torch.device, slab_size: int = 2**26):

@@ -64,10 +64,8 @@ class Rewarding:
 
     def without_failed(self, rollout: Rollout) -> Rollout:
         """
-        Counts completions whose environment failed, and returns the rollout with them excluded from the loss. All
-        ranks must call this.
-
-        Raises a `RuntimeError` if all environments of all ranks failed in training, which hints at a common cause.
+        Returns a rollout with completions whose environment failed excluded from the loss, and counts them. All ranks
+        must call this. Raises a `RuntimeError` if all failed in training, which hints at a common cause.
         """
         toolbox = self.prompting.toolbox
         if not (toolbox.factories or toolbox.standalone_tools):

@@ -12,7 +12,7 @@ from ...encoding.prompts import EncodedPrompt
 from ...rollout.rollout import Drawn, Prompted
 from ...rollout.turns import with_one_turn
 from ...rollout.view_prompts import view_prompts
-from ...views.options import as_schedule, last_of_groups
+from ...views.view_options import as_schedule, last_of_groups
 from ...views.views import View
 from .context import Context
 
@@ -51,10 +51,8 @@ def without_extra(
     context: Context, encoder: PromptEncoder, prompted: Prompted, views: ViewPrompts, drawn: Drawn
 ) -> Drawn:
     """
-    Returns completions without the extra ones of `contrast_view`, which get into the field `contrast`.
-
-    With 4 completions, `share` at index 3 and `contrast` at index 2, `drawn` has 5 entries. The first 4 are returned,
-    of which index 3 loses its log-probabilities. The last one goes into `contrast`, with the index 2.
+    Returns completions without the extra ones of `contrast_view`, which get into the field `contrast` with the index
+    that they belong to; completions that were sampled under a view lose their log-probabilities.
     """
     n = len(prompted)
     share, contrast, strength = views

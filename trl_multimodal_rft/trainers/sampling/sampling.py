@@ -17,15 +17,15 @@ from ...checks.self_check import RunSettings
 from ...data.rows.features import restore_media
 from ...encoding.processors import Processor
 from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
-from ...engines.decoding import up_to_first_end
 from ...engines.in_flight import InFlight
 from ...engines.samplers import Sampler, Samples, TransformersSampler
+from ...engines.token_loop import up_to_first_end
 from ...engines.transformers import Branches, sample_completions
 from ...engines.vllm_servers import Servers
 from ...forward.scores import split_lengths
 from ...models.wrapped import computing_dtype
 from ...policy import Fallbacks
-from ...rollout.completions import Ends, take_custom_rollout, with_completions
+from ...rollout.completion_columns import Ends, take_custom_rollout, with_completions
 from ...rollout.ranks import any_rank, sum_over_ranks
 from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Drawn, Prompted, Rollout
@@ -262,10 +262,8 @@ class Sampling:
 
     def check_engine(self, rollout: Rollout) -> None:
         """
-        Compares the log-probabilities of an engine with the policy's, if a check is due.
-
-        Raises `RuntimeError` if completions continue after an end of text, or if the loss corrects for the engine and
-        completions lack log-probabilities.
+        Compares an engine's log-probabilities with the policy's, if a check is due. Raises `RuntimeError` if
+        completions go on after an end of text, or lack log-probabilities that the loss corrects by.
         """
         context = self.context
         sampler = self.sampler

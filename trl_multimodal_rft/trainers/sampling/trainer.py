@@ -27,7 +27,7 @@ from ...models.modes import has_dropout
 from ...policy import Live
 from ...reporting.card_notes import CardNotes
 from ...rewards.calls import distinct_names
-from ...rollout.completions import Ends
+from ...rollout.completion_columns import Ends
 from ...rollout.environments import Environments, template_for_tools
 from ...rollout.estimates import Estimates, lost_by_reward, out_of_range, weighted_sum, with_estimates
 from ...rollout.groups import group_exchange
@@ -43,10 +43,7 @@ from ..base.optimizer import freeze_and_check
 from ..base.preparation import compile_models, disable_dropout, enable_packing, make_forward, prepare_reference
 from ..base.signatures import Model, Processor
 from ..base.trainer import BaseTrainer
-from .batches import Batches
-from .context import Context, attribute_of
-from .engine import GenerationParts, make_samplers
-from .inputs import (
+from .constructor_inputs import (
     Inputs,
     around_trl_constructor,
     check_inputs,
@@ -55,9 +52,12 @@ from .inputs import (
     start_loop,
     wrap_reward_models,
 )
+from .context import Context, attribute_of
+from .engine import GenerationParts, make_samplers
+from .micro_batches import Batches
 from .offload import HostMemory, idle_storages
+from .prompt_setup import make_encoder, make_stream, prompt_loader
 from .prompting import Prompting
-from .prompts import make_encoder, make_stream, prompt_loader
 from .rewarding import Rewarding
 from .rollout_logs import RolloutLog, log_media_contribution, reward_index
 from .sampling import Sampling
@@ -76,8 +76,8 @@ class MultimodalTrainer(BaseTrainer):
     are TRL's.
 
     `Trainer` calls `_prepare_inputs` and `compute_loss` for each micro-batch, and `_prepare_inputs` asks the stage
-    [`~trainers.sampling.batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the others:
-    rows are collected, completions are sampled, scored and rewarded, and advantages are estimated.
+    [`~trainers.sampling.micro_batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the
+    others: rows are collected, completions are sampled, scored and rewarded, and advantages are estimated.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed

@@ -16,7 +16,7 @@ from ...data.rows.batches import Row
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
 from ...versions import PACKAGE, installed_versions
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.signatures import Rows
 from .data import SupervisedCollator, packs, splits_rows
 
@@ -27,13 +27,8 @@ logger = get_logger(__name__)
 @dataclass
 class Concatenator:
     """
-    Concatenator of the rows of datasets of text. A concatenated row has the tokens of several rows, of at most
-    `max_length` tokens together, and their lengths. The collator takes it apart again, so that rows don't see each
-    other.
-
-    Args:
-        collator ([`~trainers.supervised.data.SupervisedCollator`]):
-            Collator that encodes rows.
+    Concatenator of rows of text, of at most `max_length` tokens together, and their lengths, by the collator, which
+    takes a row apart again, so that rows don't see each other.
     """
 
     collator: SupervisedCollator

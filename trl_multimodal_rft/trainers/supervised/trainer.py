@@ -15,7 +15,7 @@ from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
 from ...algorithms.metrics import latest, share, weighted_mean
-from ...checks.sequences import check_sequences
+from ...checks.sequence_check import check_sequences
 from ...data.rows.features import undecoded
 from ...data.rows.names import MEDIA_COLUMNS
 from ...encoding.concatenated import PART_LENGTHS

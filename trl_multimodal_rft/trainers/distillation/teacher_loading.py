@@ -15,7 +15,7 @@ from ...forward.head import HeadRule, head_rule
 from ...modalities import MODALITIES
 from ...models.pretrained import is_adapter, load_adapted
 from ...models.wrapped import unwrapped
-from ..base.arguments import mapping
+from ..base.argument_checks import mapping
 from ..base.conflicts import raise_first
 from ..base.finite import check_frozen_weights
 from ..base.loading import load_by_name

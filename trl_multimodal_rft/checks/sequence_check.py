@@ -41,25 +41,9 @@ def check_sequences(
     processor_outputs: ProcessorOutputs,
 ) -> SelfCheck:
     """
-    Measures a policy on the longest and the shortest rows of a batch of all ranks, without changing the policy.
-
-    Args:
-        policy ([`~policy.PolicyForward`]):
-            The policy.
-        model ([`~torch.nn.Module`]):
-            The model as the accelerator prepared it.
-        sequences (`Sequence[SupervisedSequence]`):
-            This rank's rows.
-        processor_outputs (`Callable[[int], dict[str, torch.Tensor]]`):
-            Takes an index of `sequences`, and returns the outputs of the processor, as `AutoProcessor` loads it, for
-            that row.
-
-    Returns:
-        [`SelfCheck`]: The largest differences, with the fallbacks under which they hold.
-
-    Raises:
-        `RuntimeError`: If no fallback makes scores exact, media tensors differ from the processor's, or scores stay
-            the same when a row's media are replaced.
+    Measures a policy on the longest and the shortest rows of all ranks, without changing it. `processor_outputs` takes
+    an index and returns what the processor, as `AutoProcessor` loads it, gives for that row. Raises a `RuntimeError`
+    if no fallback makes scores exact, or if other media give the same scores.
     """
     measure = Measure(policy, model, has_engine_positions=False)
     cases = _cases(measure, sequences, processor_outputs)
@@ -90,13 +74,9 @@ def check_pairs(
     rewards: bool = False,
 ) -> SelfCheck:
     """
-    Measures a policy on the completions of the pairs with the longest and the shortest prompts, and of the first pair
-    with media in completions, the latter also after a prompt longer than the model's windows.
-
-    See [`check_sequences`] for arguments and errors. `processor_outputs` also takes the column of a completion with
-    media, and then returns the outputs for prompt and completion. In packed rows, both completions share one prompt.
-    With `rewards`, the scores of a reward model are compared in place of log-probabilities. The rows of scores are in
-    the order of pairs, the chosen completion of a pair first.
+    Measures, as [`check_sequences`] does, the completions of the pairs with the longest and the shortest prompts, and
+    of the first pair with media in completions. For those, `processor_outputs` also takes the column. With `rewards`,
+    the scores of a reward model are compared, the chosen completion of a pair first.
     """
     measure = Measure(policy, model, has_engine_positions=False)
     targets, donors, rows = _cases(measure, pairs, processor_outputs)

@@ -22,13 +22,9 @@ def group_by_prompt(prompts: Sequence[EncodedPrompt]) -> dict[EncodedPrompt, lis
 
 def split_samples(prompts: Sequence[EncodedPrompt], isolate: Literal["media", "prompt"] | None) -> list[list[int]]:
     """
-    Splits a batch into parts, one per forward, and returns the ascending batch indices of each part.
-
-    With `isolate="media"`, prompts share a forward if their media join exactly: the same modalities, no padding, and
-    images of the same sizes. Some encoders have no mask for padding, so that their output for a clip depends on the
-    longest clip in the batch. Other models take one modality per call. A group stays in one part unless the media of
-    its completions' later turns differ in shape. With `isolate="prompt"`, only completions of one prompt share a
-    forward. Without `isolate`, there is one part.
+    Splits a batch into one part per forward, of ascending batch indices. With `isolate="media"`, prompts share it if
+    their media join exactly (modalities, sizes, no padding), since some encoders have no mask for padding; with
+    `"prompt"`, only completions of one prompt do.
     """
     if isolate is None:
         return [list(range(len(prompts)))]

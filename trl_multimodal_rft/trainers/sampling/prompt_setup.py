@@ -21,7 +21,7 @@ from ...rollout.stream import RowStream
 from ..base.configs import SamplingConfig
 from ..base.signatures import Processor
 from .asynchronous import row_encoder
-from .inputs import Inputs
+from .constructor_inputs import Inputs
 
 
 def make_encoder(

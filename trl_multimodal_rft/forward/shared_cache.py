@@ -37,15 +37,9 @@ def _states(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 
 class CompletionLayer(DynamicLayer):
     """
-    A KV cache layer of `B` completions with `n` tokens. Another layer, `prompts`, holds the tokens of the prompts.
-
-    Buffers have the shape `(B, heads, size, head_dim)`. The next token is written at index `slot` `(1,)`, which wraps
-    around at the end of an attention window, so that the buffer holds the last tokens. By default, buffers grow as
-    needed, and [`update`] returns the first `n` entries. With a `room`, shapes are static: only [`grow`] enlarges the
-    buffers, and [`update`] returns all entries.
-
-    If `n` is above 0 at the start, prompts have `n` tokens, and a completion's buffer starts with a copy of its
-    prompt. `n` then counts the tokens of the prompt, too, and `prompts` keeps one row of length 0.
+    A KV cache layer of `B` completions with `n` tokens, `(B, heads, size, head_dim)`; the layer `prompts` holds the
+    prompts'. `slot` `(1,)` is where the next token goes, wrapping at a window's end. With a `room`, shapes are static,
+    and only [`grow`] enlarges. With `n` at the start, buffers begin with copies of prompts of `n` tokens.
     """
 
     def __init__(self, prompts: DynamicLayer, n_rows: int, slot: torch.Tensor, room: int, n: int):
@@ -105,27 +99,16 @@ class CompletionLayer(DynamicLayer):
 
 @dataclass
 class Decoding:
-    """
-    Shared prompts and attention masks of a decoding step, in which each completion gets one token.
+    """Shared prompts and attention masks of a decoding step, in which each completion gets one token."""
 
-    Args:
-        shared (`dict[int, DynamicLayer]`):
-            Cache layers of prompts, by layer index. Each prompt has equally many completions, in consecutive rows.
-        padding (`torch.Tensor`, *optional*):
-            Additive attention mask of the prompts' tokens, `(N, 1, 1, P)`.
-        room (`int`, *optional*):
-            Number of tokens per completion that the cache returns, if shapes are static, otherwise 0.
-        slots (`dict[int | None, torch.Tensor]`, *optional*):
-            Index of the current token in the cache `(1,)`, by attention window of the layers.
-        mask (`torch.Tensor`, *optional*):
-            Additive attention mask of copied prompts and of the completions after them, `(B, 1, 1, K)`.
-    """
-
-    shared: dict[int, DynamicLayer]
-    padding: torch.Tensor | None = None
-    room: int = 0
+    shared: dict[
+        int, DynamicLayer
+    ]  # of prompts, by layer index; each has equally many completions, in consecutive rows
+    padding: torch.Tensor | None = None  # additive mask of the prompts' tokens, (N, 1, 1, P)
+    room: int = 0  # tokens per completion that the cache returns, if shapes are static
+    # Index of the current token in the cache (1,), by attention window of the layers
     slots: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # additive, of copied prompts and of the completions after them, (B, 1, 1, K)
 
     # If shapes are static: additive masks of prompts, and of tokens that the cache returns, by attention window
     _masks: dict[int | None, tuple[torch.Tensor | None, torch.Tensor]] = field(default_factory=dict, init=False)
@@ -191,10 +174,9 @@ class Decoding:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """
-        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to completions and prompts.
-
-        The first call is attention to each query's completion, `key` and `value` `(B, key heads, K, head_dim)`. In the
-        second call, all queries of a group attend to their prompt. Both outputs are merged by log-sum-exp.
+        Computes attention `(B, 1, heads, head_dim)` of queries `(B, heads, 1, head_dim)` to their completions, `key`
+        and `value` `(B, key heads, K, head_dim)`, and in a second call of a group's queries to their prompt, merged by
+        log-sum-exp.
         """
         layer_index = cast(int, module.layer_idx)
         if layer_index not in self.shared:  # a layer without keys uses keys of the last layer of its type
@@ -263,11 +245,8 @@ def _by_prompt(states: torch.Tensor, n: int) -> torch.Tensor:
 
 def share_prompts(cache: DynamicCache, mask: torch.Tensor, n_rows: int, room: int = 0) -> Decoding:
     """
-    Turns the KV cache of `N` prompts, in place, into a cache of `n_rows` completions, equally many per prompt, and
-    returns their [`Decoding`].
-
-    The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static. Recurrent states of prompts are
-    repeated for each completion.
+    Turns the KV cache of `N` prompts, in place, into one of `n_rows` completions, equally many per prompt, with
+    repeated recurrent states. The `mask` `(N, P)` is 1 on the prompts' tokens. With a `room`, shapes are static.
     """
     windows = {getattr(layer, "sliding_window", None) for layer in cache.layers}
     # Copies are faster for short prompts, and cost nothing if each prompt has one completion

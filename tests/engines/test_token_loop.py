@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from trl_multimodal_rft.engines import decoding
+from trl_multimodal_rft.engines import token_loop
 from trl_multimodal_rft.engines import transformers as generation
 from trl_multimodal_rft.engines.transformers import Branches, generate_completions
-from trl_multimodal_rft.forward import decoding as forward
+from trl_multimodal_rft.forward import shared_cache as forward
 from trl_multimodal_rft.forward.attention import install_prefix_attention
-from trl_multimodal_rft.forward.decoding import Decoding
 from trl_multimodal_rft.forward.masks import sharing_obstacle
-from trl_multimodal_rft.forward.prompts import split_samples
+from trl_multimodal_rft.forward.prompt_groups import split_samples
+from trl_multimodal_rft.forward.shared_cache import Decoding
 from trl_multimodal_rft.versions import cache_name
 
 
@@ -70,7 +70,7 @@ def assert_same(model, rows, config, **kwargs):
 def layouts(monkeypatch):
     """Layouts of the calls of the loop."""
     found = []
-    decode = decoding.decode
+    decode = token_loop.decode
 
     def spy(*args, layout, **kwargs):
         found.append(layout)
@@ -156,7 +156,7 @@ def test_adapters(layouts):
 @pytest.mark.parametrize("keeps", [False, True])
 def test_one_wait_for_several_tokens(keeps, layouts, short, monkeypatch):
     """What was drawn behind the last end is taken back, from the generator and the cache."""
-    monkeypatch.setitem(decoding._TOKENS_PER_CHECK, "cpu", 16)
+    monkeypatch.setitem(token_loop._TOKENS_PER_CHECK, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
     config = options(tokenizer, eos_token_id=list(range(30, 400, 4)), max_new_tokens=40)
     branches = Branches()
@@ -288,7 +288,7 @@ def test_processes_that_wait_for_each_other_run_more_steps(kind, first, monkeypa
         asked.append(left)
         return left or asked.count(0) < 4  # three more steps
 
-    monkeypatch.setattr(decoding, "_max_over_ranks", most)
+    monkeypatch.setattr(token_loop, "_max_over_ranks", most)
     steps = []
     own = model.forward
     model.forward = lambda *args, **kwargs: steps.append(len(kwargs["input_ids"])) or own(*args, **kwargs)
@@ -373,7 +373,7 @@ def operations_of_a_token(model, tokenizer, rows, counting, end, **kwargs):
 
 def test_operations_of_a_token(layouts, short, monkeypatch):
     """Outside of the decoder's layers, in them, and how often the host waits, with 16 tokens for a wait."""
-    monkeypatch.setitem(decoding._TOKENS_PER_CHECK, "cpu", 16)
+    monkeypatch.setitem(token_loop._TOKENS_PER_CHECK, "cpu", 16)
     model, tokenizer, rows = build("qwen2_5_vl")
 
     @contextmanager

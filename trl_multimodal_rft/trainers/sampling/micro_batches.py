@@ -73,11 +73,9 @@ class Batches:
 
     def next(self, inputs: Any) -> Rollout:
         """
-        Returns the next micro-batch, from a new rollout of the rows `inputs` if the last one is used up. All ranks
-        must call this.
-
-        With `steps_per_generation=4` and `num_iterations=2`, eight calls return the micro-batches 0, 1, 2, 3, 0, 1, 2
-        and 3 of one rollout, and the ninth call makes a new rollout.
+        Returns the next micro-batch, from a new rollout of the rows `inputs` if the last one is used up. With
+        `steps_per_generation=4` and `num_iterations=2`, that is the ninth call: 0, 1, 2, 3, 0, 1, 2, 3 came before.
+        All ranks must call this.
         """
         args = self.context.args
         index = self.index

@@ -52,10 +52,8 @@ class MediaFile:
 
 def media_file(ref: MediaRef, max_bytes: float) -> MediaFile:
     """
-    Encodes a medium as a file for logs. Raises a [`MediaError`] for a file of more than `max_bytes`.
-
-    Files that browsers show stay unchanged. Decoded values, files in other formats and spans of videos become PNG, WAV
-    (mono, 16 bits, at the rate of the source) or MP4 (H.264, up to 64 evenly spaced frames).
+    Encodes a medium as a file for logs. Files that browsers show stay unchanged; all else becomes PNG, WAV (mono, 16
+    bits) or MP4 (H.264, up to 64 evenly spaced frames). Raises a [`MediaError`] above `max_bytes`.
     """
     with decoding(ref):
         file = _source_file(ref)

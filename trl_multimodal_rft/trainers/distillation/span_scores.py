@@ -15,7 +15,7 @@ from ...encoding.prompts import EncodedPrompt, all_placeholder_ids
 from ...encoding.spans import common_spans, end_of_answer, text_ids, token_text
 from ...forward.scores import ScoreRequest
 from ...policy import PolicyForward
-from ...rollout.completions import right_pad
+from ...rollout.completion_columns import right_pad
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ..sampling.context import Context

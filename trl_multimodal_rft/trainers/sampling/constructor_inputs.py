@@ -36,7 +36,7 @@ from ...rewards.model import RewardModel
 from ...rewards.named import as_reward_funcs
 from ...rollout.environments import Environments, rows_for_environments
 from ...rollout.reward_functions import RewardFunctions
-from ..base.arguments import check_arguments, mapping
+from ..base.argument_checks import check_arguments, mapping
 from ..base.configs import SamplingConfig, needs_reference
 from ..base.dataset_checks import check_kept_columns, check_takes_media, modalities, warn_of_unread_media
 from ..base.loading import CONSTRUCTOR_OPTIONS, Models, image_token_id, load_parts, load_reference, loading_in_trl

@@ -25,11 +25,9 @@ _ROLE_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "system_tag": "system
 
 def source_of(path: str | Path) -> tuple[str | Path, Callable[[dict[str, Any], int], dict[str, Any]]]:
     """
-    Returns a dataset's file, and a function of a row and its index that renames the columns of the row, and the keys
-    and roles of its messages.
-
-    `folder/NAME` stands for the entry `NAME` of `folder/dataset_info.json`. The path of a `dataset_info.json` stands
-    for its only entry. Other paths are returned unchanged.
+    Returns a dataset's file, and a function of a row and its index that renames its columns, and keys and roles of
+    messages. `folder/NAME` is the entry `NAME` of `folder/dataset_info.json`, whose own path stands for its only
+    entry.
     """
     source = Path(path).expanduser()
     file = source.parent / _INFO_FILE

@@ -30,8 +30,8 @@ from transformers.generation import (
 from ..families import family_of
 from ..forward import kernels
 from ..forward.attention import decoder_inputs
-from ..forward.decoding import Decoding, set_lengths
 from ..forward.masks import KV_CACHE, POINTWISE_LAYERS
+from ..forward.shared_cache import Decoding, set_lengths
 
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,8 @@ class TokenStep:
 
 class GraphedStep(TokenStep):
     """
-    Runner that captures a decoding step, and replays it from then on.
-
-    The first step after a [`reset`] runs eagerly, since kernels are compiled and tuned by their first call. If the
-    capture fails, for example because a step synchronizes with the host, all steps run eagerly, and `obstacle` has the
-    reason. Subclasses capture and replay on one type of device.
+    Runner that captures a decoding step, and replays it. The first step after a [`reset`] runs eagerly, since the
+    first call of kernels compiles and tunes them. If the capture fails, all steps do, and `obstacle` has the reason.
     """
 
     def __init__(self, device: torch.device):
@@ -196,11 +193,9 @@ def runner_on(device: torch.device) -> TokenStep:
 @contextmanager
 def weights_cast_once(model: PreTrainedModel) -> Iterator[None]:
     """
-    Makes autocast cast each weight of the decoder and of the head only once within the context.
-
-    Autocast otherwise forgets casts at the end of each forward, and casts frozen weights for each operation. Don't
-    compute gradients within the context. Has no effect if no weight is in float32, or if the casts, of 2 bytes per
-    weight, would fill more than half of the free memory.
+    Makes autocast cast each weight of the decoder and the head only once within the context, as it otherwise forgets
+    casts and casts frozen weights for each operation. Only without gradients; no effect without float32 weights, or if
+    the casts would fill more than half of the free memory.
     """
     head = model.get_output_embeddings()
     parameters = [*model.get_decoder().parameters()]
@@ -284,17 +279,17 @@ def decode(
             see [`supports_decode`].
         input_ids, logits (`torch.LongTensor`, `torch.Tensor`):
             Left-padded prompts, shape `(B, P)`, and the logits after them, shape `(B, V)`.
-        layout ([`~forward.decoding.Decoding`], *optional*):
+        layout ([`~forward.shared_cache.Decoding`], *optional*):
             Layout of a cache in which completions share their prompts.
         keeps_cache (`bool`, *optional*):
             Whether the caller needs the cache afterwards. It then holds all tokens except the last.
         ranks_in_step (`bool`, *optional*):
             Whether ranks need each other's forwards. If so, all ranks run forwards until the completions of all ranks
             have ended.
-        runner ([`~engines.decoding.TokenStep`], *optional*):
+        runner ([`~engines.token_loop.TokenStep`], *optional*):
             Runner of decoding steps, used if the layout's `room` keeps shapes static.
         casts_weights_once (`bool`, *optional*):
-            Whether autocast casts weights once, see [`~engines.decoding.weights_cast_once`].
+            Whether autocast casts weights once, see [`~engines.token_loop.weights_cast_once`].
 
     Returns:
         `torch.Tensor`: Prompts and completions, `(B, P + N)`, or, with `return_dict_in_generate`, a
@@ -338,11 +333,9 @@ def decode(
 
 class TokenLoop:
     """
-    Samples completions token by token, see [`decode`]. Without `layout`, each completion has a row of the cache.
-
-    Columns of `ids` `(B, stop)`: prompts end at `start`, sampled tokens at `n`, and tokens that were checked for ends
-    at `n_checked`. `rows` has the indices of the completions that are still in the batch, `None` for all. `n_left` is
-    the maximum number of completions of a prompt that haven't ended.
+    Samples completions token by token, see [`decode`]. Columns of `ids` `(B, stop)`: prompts end at `start`, sampled
+    tokens at `n`, those checked for ends at `n_checked`. `rows` are the completions still in the batch (`None`: all),
+    `n_left` the most of a prompt that haven't ended.
     """
 
     def __init__(

@@ -294,12 +294,8 @@ def check_dtype(option: str, kwargs: dict[str, Any] | None) -> None:
 def check_json(config: TrainingArguments, names: Sequence[str]) -> None:
     """
     Raises a `ValueError` if one of a config's dictionaries is of another type, or a text that isn't JSON, see
-    [`~spelling.read_json`]. transformers would keep a text that doesn't start with a brace, and its error for other
-    texts doesn't name the option. Strips whitespace around JSON.
-
-    Args:
-        config ([`~transformers.TrainingArguments`]): Config, changed in place.
-        names (`Sequence[str]`): Options that take dictionaries.
+    [`~spelling.read_json`]; transformers keeps a text without a brace, and doesn't name the option. Strips whitespace,
+    in place.
     """
     for name in names:
         text = getattr(config, name)

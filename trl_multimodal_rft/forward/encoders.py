@@ -28,13 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..encoding.media import cat_padded, join_tensors
 from ..encoding.prompts import EncodedPrompt
 from ..families import family_of
-from ..modalities import MODALITIES
+from ..modalities import ENCODER_OF, MODALITIES
 from ..models.modes import has_dropout, without_checkpointing
 from ..models.parts import adapter_layers, find_towers
 from ..models.wrapped import replaced
 from . import kernels
 from .kernels import AttentionOptions
-from .prompts import to_device
+from .prompt_groups import to_device
 
 
 # "flash" in the name makes attention layers pass whole rows and the cumulative lengths of their sequences
@@ -50,19 +50,9 @@ _host_copies = WeakTensorKeyDictionary()
 
 def install_encoder_attention(model: PreTrainedModel) -> None:
     """
-    Makes encoders that pack images, windows or clips into one row compute each layer's attention in one call.
-
-    transformers calls SDPA for each sequence of the row, and reads the lengths of sequences from the device in each
-    layer. Here, the host reads the sizes of media once, and computes the arguments that depend on sizes. If torch's
-    variable-length kernel can't run, SDPA is called for each sequence. Encoders that pack nothing call SDPA without
-    cuDNN.
-
-    Layers get changed copies of their configs. A change of the model's config would break new models with this config,
-    which would try to download a flash implementation of an unknown name.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Unwrapped model.
+    Makes encoders that pack media into one row compute each layer's attention in one call; transformers would call
+    SDPA per sequence, and read lengths from the device in each layer. Layers get copies of their configs, as a changed
+    model config would have new models download a flash kernel of an unknown name.
     """
     decoder = set(model.get_decoder().modules())
     copies: dict[tuple[int, str], PreTrainedConfig] = {}  # by id of the original config and implementation
@@ -177,10 +167,8 @@ def _varlen_attention(
     **options: Unpack[AttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
-    Computes attention within sequences of a row, or SDPA with the mask if there are no `cu_seq_lens_q`.
-
-    Shapes for `T` tokens of a row: query, key, value `(1, heads, T, head_dim)`, cumulative lengths `cu_seq_lens_q`
-    `(sequences + 1,)`; returns `(1, T, heads, head_dim)`.
+    Computes attention within sequences of a row of `T` tokens by `cu_seq_lens_q` `(sequences + 1,)`, or SDPA with the
+    mask without them. Query, key, value `(1, heads, T, head_dim)`; returns `(1, T, heads, head_dim)`.
     """
     sdpa = functools.partial(_sdpa_without_cudnn, module, **options)
     if cu_seq_lens_q is None:
@@ -272,11 +260,9 @@ def frozen_modules(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def frozen_features(model: PreTrainedModel, prompts: Iterable[EncodedPrompt]) -> Iterator[None]:
     """
-    Keeps frozen modules out of the autograd graph within the context, and replaces their calls by the outputs that
-    [`encode_frozen`] computed. The forward in the context must get the media of `prompts`, in order.
-
-    Frozen modules that the family's `feature_dims` don't name run in each forward, and so do modules whose input has
-    another shape than the joined inputs of single prompts.
+    Keeps frozen modules out of the autograd graph within the context, whose forward gets the media of `prompts` in
+    order: the outputs of [`encode_frozen`] replace their calls. Modules that `feature_dims` don't name, and those with
+    an input of another shape, run anyway.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     modules = frozen_modules(model) if prompts else []
@@ -326,12 +312,9 @@ def encode_frozen(
     inputs_of: Callable[[EncodedPrompt], Mapping[str, torch.Tensor]],
 ) -> None:
     """
-    Computes the outputs of frozen modules for the media of prompts, and caches them on the prompts. The model's own
-    forward runs up to its decoder, once per prompt. `inputs_of` returns the inputs of one prompt.
-
-    Only outputs of modules that the family's `feature_dims` name are cached. Nothing is cached if such a module draws
-    random numbers or updates statistics of batches. Nothing is cached for sharded models, either: all ranks must run
-    their modules equally often, and ranks have different numbers of new prompts.
+    Caches on prompts the outputs of frozen modules that the family's `feature_dims` name, from the model's own forward
+    up to its decoder. None of modules that draw random numbers or update statistics, nor for sharded models, where all
+    ranks must run modules equally often.
     """
     prompts = [prompt for prompt in prompts if prompt.media]
     if not prompts or is_sharded(model):
@@ -408,7 +391,7 @@ def _frozen_modalities(model: PreTrainedModel, modules: Sequence[nn.Module]) -> 
         tower_modules = {*tower.modules()}
         # The frozen module is a part of the tower, or the tower is a part of the frozen module
         if any(module in tower_modules or tower in module.modules() for module in modules):
-            modalities |= {modality, "video"} if modality == "image" else {modality}
+            modalities |= {read for read in MODALITIES if ENCODER_OF[read] == modality}
     return modalities
 
 
