@@ -163,11 +163,14 @@ class LossType:
         loss = loss * normalizer.n_micro_batches if self.is_mean else loss
         return weighted_mean(loss, self.weight(mask, normalizer))
 
-    def weight(self, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor | float:
-        """Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean."""
+    def weight(self, mask: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
+        """
+        Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean, 0 for an empty
+        mask.
+        """
         if self.denominator == "batch_tokens":
-            return normalizer.batch_tokens
-        return mask.sum().clamp(min=1) if self.denominator == "micro_batch_tokens" else len(mask)
+            return normalizer.batch_tokens * mask.any()
+        return mask.sum() if self.denominator == "micro_batch_tokens" else len(mask) * mask.any()
 
 
 # All values of `loss_type`

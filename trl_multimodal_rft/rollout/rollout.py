@@ -80,6 +80,7 @@ class Source(_Part):
     failures: list[Exception | None] = field(default_factory=list)  # errors that ended environments, or `None`
     whole_groups: bool = True  # whether each group is on a single rank
     batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
+    n_own: int | None = None  # number of the first completions that repeat no other rank's, by default of all
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
@@ -224,7 +225,7 @@ class Rollout(Prompted):
     completion_ids: torch.Tensor = field(metadata={"fill": None})  # (N, C), padded on the right with `pad_token_id`
     # (N, C), 0 on padding, and on truncated completions that are masked
     completion_mask: torch.Tensor = field(metadata={"fill": 0})
-    n_sampled: MethodTensor = None  # (N,), sampled tokens, also those of completions that are masked
+    n_sampled: MethodTensor = None  # (N,), sampled tokens, also of masked completions, 0 if another rank counts them
     num_items_in_batch: MethodTensor = None  # (), tokens in the loss over all ranks; `None` without a loss
     packed: bool = False  # whether completions share a forward of their prompt
     tool_mask: MethodTensor = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -24,7 +25,16 @@ from transformers import PreTrainedModel, TrainerState
 
 from ..algorithms.metrics import MetricLog, event_count, latest
 from ..data.reading.refs import MediaError, OverlongRow, iter_refs
-from ..data.rows.batches import BatchShape, DatasetRows, EndlessRows, EpochBatches, Row, RowBatch, StreamBatches
+from ..data.rows.batches import (
+    BatchShape,
+    DatasetRows,
+    EndlessRows,
+    EpochBatches,
+    EvalBatches,
+    Row,
+    RowBatch,
+    StreamBatches,
+)
 from ..data.rows.columns import rows_to_messages
 from ..data.rows.difficulty import DifficultySampler, difficulty_sampler
 from ..data.rows.features import Rows, restore_rows, undecoded
@@ -208,28 +218,39 @@ class RowStream:
         args = self._args
         accelerator = self._accelerator
         size = self._args.eval_batch_size
+        ranks = accelerator.num_processes, accelerator.process_index
+        options["collate_fn"] = options.get("collate_fn", _unchanged)
         if isinstance(dataset, IterableDataset):
             stream = undecoded(dataset)
             stream = stream.shuffle(seed=args.seed) if shuffle else stream
-            ranks = accelerator.num_processes, accelerator.process_index
-            shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
             read_batch = partial(self._read_batch, completions=completions, rows=None)
+            shape = BatchShape(size, completions, 1, *ranks, drop_last=False)
             batches = StreamBatches(stream, shape, read_batch, self._columns, use_rank_shards=False)
             batches.left_out = self._find_unreadable(dataset, batches.rows())
-            return _batch_loader(batches, **options)
+            own_batches: Any = EvalBatches(batches.rows, read_batch, size, completions, ranks)
+            no_rows: Any = _Unindexed(None)
+            return DataLoader(no_rows, batch_sampler=own_batches, **options)
         rows = DatasetRows(self._select_columns(dataset))
         read_batch = partial(self._read_batch, completions=completions, rows=rows)
         unreadable = self._find_unreadable(dataset, map(rows.__getitem__, range(len(rows))))
         row_indices: Any = [index for index in range(len(rows)) if index not in unreadable]
-        collate = options.pop("collate_fn", _unchanged)
-        loader = DataLoader(
-            row_indices,
+        n_rows = len(row_indices)
+        order = sampler(row_indices)
+        if order is None:  # of transformers with several ranks
+            order = range(n_rows)
+        batches = EvalBatches(
+            lambda: [row_indices[key] for key in order][::completions],
+            read_batch,
             size,
-            sampler=sampler(row_indices),
-            collate_fn=lambda keys: collate(RowBatch(keys, read_batch)),
-            drop_last=args.dataloader_drop_last,
+            completions,
+            ranks,
+            n_rows,
+            args.dataloader_drop_last,
         )
-        return accelerator.prepare_data_loader(loader, device_placement=False)
+        # accelerate takes this number as that of the last batch, and leaves out repeated rows of predictions
+        loaded: Any = _Unindexed(n_rows)
+        loaded.total_dataset_length = batches.n_left
+        return DataLoaderShard(loaded, batch_sampler=batches, **options)
 
     def is_new(self, dataset: Rows) -> bool:
         """Returns whether a dataset wasn't an argument of this method yet."""

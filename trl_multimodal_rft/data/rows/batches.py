@@ -2,7 +2,7 @@
 """Rows of a dataset, and this rank's batches of rows, in the order of TRL and Accelerate."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -123,8 +123,10 @@ class RowBatch(Sequence):
         keys: list[Any] | Callable[[], list[Any]],
         read: Callable[["RowBatch"], list[Any]],
         batch_index: int | None = None,
+        n_own: int | None = None,
     ):
         self._keys = keys
+        self._n_own = n_own
         self.batch_index = batch_index  # index of the batch in the run
         self._read_rows = read
         self._rows: list[Any] | None = None
@@ -135,6 +137,11 @@ class RowBatch(Sequence):
         if callable(self._keys):  # because a [`DifficultySampler`] draws row indices only when the batch is read
             self._keys = self._keys()
         return self._keys
+
+    @property
+    def n_own(self) -> int:
+        """Number of the first items that aren't repeated from another batch, since a rank has no more rows."""
+        return len(self) if self._n_own is None else self._n_own
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -277,6 +284,68 @@ class EpochBatches:
     def batch_sampler(self):
         """This object. `Trainer` calls `set_epoch` of the batch sampler, also after it has skipped batches."""
         return self
+
+
+class EvalBatches:
+    """
+    Batches of an evaluation on a rank: up to `size` items, one for each of a row's `n_repeats` completions.
+
+    Ranks get batches of equal sizes. The last rows are shared among the ranks in smaller batches. If there are fewer
+    rows than ranks, some ranks get a row again, which isn't their own. For example, seven rows on two ranks in batches
+    of two are the batches [0, 1], [4], [6] of rank 0, and [2, 3], [5], and [6] again of rank 1.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[], Iterable[Any]],
+        read: Callable[[RowBatch], list[Any]],
+        size: int,
+        n_repeats: int,
+        ranks: tuple[int, int],
+        n_rows: int | None = None,
+        drop_last: bool = False,
+    ):
+        self.batch_size = size
+        self._rows = rows
+        self._read = read
+        self._n_repeats = n_repeats
+        self._n_ranks, self._rank = ranks
+        self._n_rows = n_rows
+        self._drop_last = drop_last
+        # Rows in a batch of all ranks, and the least number of rows that ranks can share evenly. Completions of a row
+        # stay on one rank if they fit into its batch
+        self._step = max(size * self._n_ranks // n_repeats, 1)
+        self._unit = self._n_ranks if size % n_repeats == 0 else self._n_ranks // math.gcd(self._n_ranks, n_repeats)
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        rows = iter(self._rows())
+        for chunk in iter(lambda: list(islice(rows, self._step)), []):
+            if len(chunk) == self._step:
+                yield self._batch(chunk)
+            elif not self._drop_last:
+                n_even = len(chunk) - len(chunk) % self._unit
+                for part in filter(None, (chunk[:n_even], chunk[n_even:])):
+                    yield self._batch(part)
+
+    def _batch(self, rows: list[Any]) -> RowBatch:
+        n_shared = -(-len(rows) // self._unit) * self._unit
+        keys = [*chain.from_iterable(repeat(row, self._n_repeats) for row in islice(cycle(rows), n_shared))]
+        size = len(keys) // self._n_ranks
+        n_own = min(max(len(rows) * self._n_repeats - self._rank * size, 0), size)
+        return RowBatch(keys[self._rank * size : (self._rank + 1) * size], self._read, n_own=n_own)
+
+    @property
+    def n_left(self) -> int:
+        """Number of items of all ranks' last batch that aren't repeated, 0 if none are."""
+        n_last = (self._n_rows or 0) % self._step
+        return n_last % self._unit * self._n_repeats
+
+    def __len__(self) -> int:
+        if self._n_rows is None:
+            raise TypeError("A stream has no length.")
+        n_steps, n_last = divmod(self._n_rows, self._step)
+        n_even, n_left = divmod(n_last, self._unit)
+        return n_steps + (0 if self._drop_last else (n_even > 0) + (n_left > 0))
 
 
 class StreamBatches:

@@ -179,7 +179,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
                 "`shows_best=True` of `self_teacher` needs groups, and evaluation samples one completion for each "
                 "prompt; evaluate with `GenerationEvalCallback`."
             )
-        prompted = self._prompt(rows)
+        prompted = self._prompt(inputs)
         lesson = self._teachers.prepare(prompted, rows)
         student_prompts = prompts_under_view(self._prompting, prompted, self.args.student_view)
         with self.offloading():

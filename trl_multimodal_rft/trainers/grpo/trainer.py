@@ -403,7 +403,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return output
 
     def _weight(self, inputs: Rollout) -> torch.Tensor | float:
-        return self._policy_loss.weight(inputs.loss_mask, self._normalizer(inputs))
+        return self._policy_loss.weight(inputs.loss_mask[inputs.n_sampled > 0], self._normalizer(inputs))
 
     @property
     def _uses_every_score(self) -> bool:
@@ -415,11 +415,13 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return has_terms or tokens_compete or not self._policy_loss.needs_advantage
 
     def _normalizer(self, inputs: Rollout) -> Normalizer:
+        length = self.max_completion_length
+        if not self.model.training:  # tokens of this rank, by which the log weighs the loss
+            return Normalizer(1, length, inputs.loss_mask.sum().clamp(min=1))
+        # `num_items_in_batch` counts a generation batch of all ranks, which may hold several optimizer steps
         n_tokens = inputs.num_items_in_batch.clamp(min=1) / self.accelerator.num_processes
-        # In training, `num_items_in_batch` counts a generation batch, which may hold several optimizer steps
-        if self.model.training:
-            n_tokens = n_tokens * self._n_accumulation_steps() / self.args.steps_per_generation
-        return Normalizer(self._n_accumulation_steps(), self.max_completion_length, n_tokens)
+        n_steps = self._n_accumulation_steps()
+        return Normalizer(n_steps, length, n_tokens * n_steps / self.args.steps_per_generation)
 
     def _n_accumulation_steps(self) -> int:
         return self.current_gradient_accumulation_steps if self.model.training else 1

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import DPOTrainer
 
-from ...algorithms.metrics import scored_mean
+from ...algorithms.metrics import latest, scored_mean, token_mean, weighted_mean
 from ...algorithms.preferences import anchored_preference, conditional_preference
 from ...forward.scores import Scores
 from ...models.wrapped import unwrapped
@@ -132,15 +132,41 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             log_sum_sq_probs=pair_scores.log_sum_sq_probs,
             aux_loss=pair_scores.aux_loss,
         )
-        loss, means = self._loss_of_trl(trl_batch, outputs)
-        mask = trl_batch["completion_mask"][:, 1:]
-        n_chosen, n_rejected = (side.sum() for side in mask.chunk(2))
-        counts = {"entropy": n_chosen + n_rejected, "mean_token_accuracy": n_chosen}
-        counts |= {"logits/chosen": n_chosen, "logits/rejected": n_rejected}
-        self._log_means(means, counts, len(inputs["sequences"]))
+        loss, _ = self._loss_of_trl(trl_batch, outputs)
+        self._log_pairs(pair_scores, inputs)
         if self._view_settings.view is not None:
             loss = loss + self._view_loss(scores.logps.sum(1), inputs)
         return loss, scores
+
+    def _log_pairs(self, scores: Scores, inputs: Batch) -> None:
+        """Logs TRL's metrics of a micro-batch. Scores are of all chosen, then of all rejected completions."""
+        n = len(inputs["sequences"])
+        n_own = inputs["n_own"]
+        learned = inputs["learned"][: 2 * n]
+        logps = scores.logps.detach()
+        if self.ld_alpha is not None:  # weighs tokens behind the length of the shorter completion
+            shorter = torch.minimum(*learned.sum(1).chunk(2)).repeat(2)
+            logps = torch.where(learned.cumsum(1) > shorter[:, None], self.ld_alpha * logps, logps)
+        is_own = (torch.arange(2 * n, device=learned.device) % n < n_own)[:, None]
+        rewards = []
+        metrics = {
+            "entropy": token_mean(scores.entropies, learned * is_own),
+            "mean_token_accuracy": token_mean(scores.top1[:n_own], learned[:n_own]),
+            "num_tokens": latest(self._total_train_tokens),
+        }
+        for start, side in ((0, "chosen"), (n, "rejected")):
+            rows = slice(start, start + n_own)
+            sums = logps[rows].sum(1)
+            rewards.append(self.beta * (sums - inputs[f"ref_{side}_logps"][:n_own]))
+            metrics[f"logits/{side}"] = token_mean(scores.mean_logits[rows], learned[rows])
+            metrics[f"rewards/{side}"] = weighted_mean(rewards[-1].mean(), n_own)
+            metrics[f"logps/{side}"] = weighted_mean(sums.mean(), n_own)
+        chosen, rejected = rewards
+        metrics["rewards/accuracies"] = weighted_mean((chosen > rejected).float().mean(), n_own)
+        metrics["rewards/margins"] = weighted_mean((chosen - rejected).mean(), n_own)
+        if self.aux_loss_enabled:
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_own)
+        self._metric_log.add(metrics)
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """
@@ -162,7 +188,8 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
             "logps/view": logps[2 * n :].detach(),
         }
-        self._metric_log.add({name: scored_mean(value, torch.ones_like(value)) for name, value in values.items()})
+        is_own = (torch.tensor(viewed, device=logps.device) < inputs["n_own"]).float()
+        self._metric_log.add({name: scored_mean(value, is_own) for name, value in values.items()})
         conditional = settings.conditional_coef * conditional_preference(chosen_logratios, view_logratios, self.beta)
         anchored = settings.anchor_coef * anchored_preference(chosen_logratios, self.beta, settings.anchor)
         return (conditional + anchored).sum() / n

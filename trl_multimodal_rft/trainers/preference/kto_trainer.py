@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import BitsAndBytesConfig, DataCollator, EvalPrediction, PreTrainedModel, TrainerCallback
 from trl import KTOTrainer
 
-from ...algorithms.metrics import Metric, weighted_mean
+from ...algorithms.metrics import Metric, latest, scored_mean, token_mean, weighted_mean
 from ...forward.scores import Scores
 from ...models.wrapped import unwrapped
 from ...reporting.model_card import common_lines
@@ -131,22 +131,30 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
         kl_outputs = [SimpleNamespace(log_probs=kl_logps.detach())] if self.calculate_KL else []
         trl_batch = self._as_trl_batch(inputs)
         loss, means = self._loss_of_trl(trl_batch, *kl_outputs, outputs)
-        self._log_by_label(means, trl_batch)
+        self._log_by_label(row_scores, inputs, means["kl"])
         return loss, scores
 
-    def _log_by_label(self, means: dict[str, float], rows: Batch) -> None:
-        """Logs TRL's metrics of a micro-batch, most of which are means over the rows or tokens with a label."""
-        mask = rows["completion_mask"][:, 1:]
-        is_chosen = torch.as_tensor(rows["label"], dtype=torch.bool, device=mask.device)
-        counts = {"entropy": mask.sum()}
+    def _log_by_label(self, scores: Scores, inputs: Batch, kl: float) -> None:
+        """Logs TRL's metrics of a micro-batch. Scores are of the rows' completions, and `kl` of all ranks."""
+        n_own = inputs["n_own"]
+        learned = inputs["learned"][:n_own]
+        is_chosen = torch.as_tensor(inputs["label"][:n_own], dtype=torch.bool, device=learned.device)
+        logps = scores.logps.detach()[:n_own].sum(1)
+        rewards = self.beta * (logps - inputs["ref_logps"][:n_own])
+        metrics = {
+            "kl": weighted_mean(kl, n_own),
+            "entropy": token_mean(scores.entropies[:n_own], learned),
+            "num_tokens": latest(self._total_train_tokens),
+        }
         for side, is_counted in (("chosen", is_chosen), ("rejected", ~is_chosen)):
-            n_rows = is_counted.sum()
-            counts |= {f"rewards/{side}": n_rows, f"logps/{side}": n_rows, f"logits/{side}": mask[is_counted].sum()}
-        means.pop("rewards/margins", None)  # of the means, which have values from other micro-batches
-        self._log_means(means, counts, len(is_chosen))
-        sides = [weighted_mean(means.get(name, 0.0), counts[name]) for name in ("rewards/chosen", "rewards/rejected")]
-        margin = Metric(torch.cat([side.numbers for side in sides]), "difference", skips_nan=True)
-        self._metric_log.add({"rewards/margins": margin})
+            metrics[f"logits/{side}"] = scored_mean(scores.mean_logits[:n_own], learned * is_counted[:, None])
+            metrics[f"rewards/{side}"] = scored_mean(rewards, is_counted)
+            metrics[f"logps/{side}"] = scored_mean(logps, is_counted)
+        sides = [metrics[f"rewards/{side}"].numbers for side in ("chosen", "rejected")]
+        metrics["rewards/margins"] = Metric(torch.cat(sides), "difference", skips_nan=True)
+        if self.aux_loss_enabled:
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_own)
+        self._metric_log.add(metrics)
 
     def _score_with_kl(self, model: nn.Module, inputs: Batch, n: int) -> tuple[Scores, torch.Tensor]:
         """

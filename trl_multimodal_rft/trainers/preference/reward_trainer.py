@@ -17,7 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from trl import RewardTrainer
 from trl.data_utils import get_dataset_column_names
 
-from ...algorithms.metrics import largest, latest, nan_mean, scored_mean, smallest
+from ...algorithms.metrics import largest, latest, scored_mean, smallest, weighted_mean
 from ...checks.sequence_check import check_pairs
 from ...encoding.processors import tokenizer_of
 from ...forward.scores import Scores
@@ -173,20 +173,23 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         margin = inputs["margin"]
         tie = inputs["tie"]
         trl_batch = {name: inputs[name] for name in ("attention_mask", "margin")}
-        loss, means = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
+        loss, _ = self._loss_of_trl(trl_batch, SequenceClassifierOutput(logits=scores.values))
         chosen, rejected = scores.values[:, 0].chunk(2)
         # Together with TRL's term, this is the negative log-likelihood of a tie within the margin, up to a constant
         # (equation 10 of https://huggingface.co/papers/2409.17431)
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
-        differences = torch.where(tie, torch.nan, chosen - rejected).detach()
+        n_own = inputs["n_own"]
+        differences = (chosen - rejected).detach()[:n_own]
+        is_decided = ~tie[:n_own]
+        own_rewards = torch.cat([chosen[:n_own], rejected[:n_own]])
         metrics = {
-            "num_tokens": latest(means["num_tokens"]),
-            "min_reward": smallest(scores.values),
-            "mean_reward": nan_mean(scores.values),
-            "max_reward": largest(scores.values),
+            "num_tokens": latest(self._total_train_tokens),
+            "min_reward": smallest(own_rewards),
+            "mean_reward": weighted_mean(own_rewards.mean(), n_own),
+            "max_reward": largest(own_rewards),
             # Without ties
-            "accuracy": scored_mean((differences > 0).float(), ~tie),
-            "margin": scored_mean(differences, ~tie),
+            "accuracy": scored_mean((differences > 0).float(), is_decided),
+            "margin": scored_mean(differences, is_decided),
         }
         self._metric_log.add(metrics)
         return loss, scores

@@ -22,7 +22,7 @@ from ...algorithms.metrics import latest, weighted_mean
 from ...checks.run_checks import Checks
 from ...checks.sequence_check import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
-from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
+from ...data.rows.batches import BatchShape, DatasetRows, Row, RowBatch, seeded_order
 from ...data.rows.features import holds_files
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
@@ -244,7 +244,10 @@ class CompletionTrainer(BaseTrainer):
             self._loss_weight = n_learned if self.compute_loss_func is None else None
             with self._metrics_of_trl() as means:
                 loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
-            self._log_means(means, dict.fromkeys(("entropy", "mean_token_accuracy"), n_learned), len(rows["labels"]))
+            weights = dict.fromkeys(("entropy", "mean_token_accuracy"), n_learned)
+            n_tokens = latest(means.pop("num_tokens"))
+            metrics = {name: weighted_mean(mean, weights.get(name, inputs["n_own"])) for name, mean in means.items()}
+            self._metric_log.add({"num_tokens": n_tokens, **metrics})
             return loss
         if self.args.self_check and self.model.training:
             processor_outputs = partial(inputs["plain"], cache(self._load_processor))
@@ -263,7 +266,7 @@ class CompletionTrainer(BaseTrainer):
 
     def _weight(self, inputs: Batch) -> torch.Tensor | int:
         """Returns the number of rows, or of tokens, over which the loss of a micro-batch is a mean."""
-        return len(inputs["sequences"])
+        return inputs["n_own"]
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(logits=scores.values)
@@ -289,22 +292,13 @@ class CompletionTrainer(BaseTrainer):
             yield means
         means.update({name: values[-1] for name, values in written[self._metric_log.mode].items()})
 
-    def _log_means(self, means: dict[str, float], counts: Mapping[str, torch.Tensor | int], n: int) -> None:
-        """
-        Logs TRL's metrics of a micro-batch, means over `counts` values on this rank by metric, by default over its `n`
-        rows.
-        """
-        metrics = {name: weighted_mean(mean, counts.get(name, n)) for name, mean in means.items()}
-        if "num_tokens" in means:
-            metrics["num_tokens"] = latest(means["num_tokens"])
-        self._metric_log.add(metrics)
-
     def _plain_rows(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns a micro-batch for TRL's own forward, which keeps logits. By default, raises `ValueError`."""
         raise ValueError("This trainer keeps no logits for `compute_metrics`; drop `compute_metrics`.")
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         batch = self.data_collator(rows)
+        batch["n_own"] = rows.n_own if isinstance(rows, RowBatch) else len(rows)
         name = f"{split}_dataset"
         model = self.data_collator.model
         stored = [encoded.stored for encoded in rows]

@@ -79,7 +79,10 @@ class RolloutLog:
         context = self.rewarding.context
         names = self.rewarding.functions.names
         advantages = estimates.advantages
-        context.metrics.add(reward_metrics(per_func, names, rewards, estimates.is_std_zero))
+        is_own = slice(None)
+        if not context.is_training:
+            is_own = context.accelerator.gather(rollout.n_sampled > 0)
+        context.metrics.add(reward_metrics(per_func[is_own], names, rewards[is_own], estimates.is_std_zero[is_own]))
         if rollout.source.from_view is not None:
             context.metrics.add(
                 view_metrics(rewards, context.accelerator.gather(rollout.source.from_view), context.group_size)
@@ -87,7 +90,7 @@ class RolloutLog:
         for i, name in enumerate(names):
             self.tables["rewards"][name].extend(per_func[:, i].tolist())
         self.tables["advantages"].extend((advantages if advantages.dim() == 1 else advantages.mean(dim=1)).tolist())
-        self._add_reward_logs(len(rollout))
+        self._add_reward_logs(rollout)
         self.add_completions(rollout, per_func)
 
     def add_completions(self, rollout: Rollout, per_func: torch.Tensor | None = None) -> None:
@@ -129,13 +132,13 @@ class RolloutLog:
         numbers = {"known_frac": latest(known_frac), "pass_rate": latest(mean_pass_rate)}
         context.metrics.add({f"difficulty/{name}": number for name, number in numbers.items()})
 
-    def _add_reward_logs(self, n: int) -> None:
+    def _add_reward_logs(self, rollout: Rollout) -> None:
         """Values are logged in the same order on all ranks."""
         for column in sorted(set(gather_object(list(self.extra_logs)))):
-            self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * n)))
+            self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * len(rollout))))
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
-            values = self.pending_metrics.get(name, [])
+            values = [] if rollout.source.n_own == 0 else self.pending_metrics.get(name, [])
             sums = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
             self.rewarding.context.metrics.add({name: share(*sums, is_of_all_ranks=True)})
         self.pending_metrics.clear()

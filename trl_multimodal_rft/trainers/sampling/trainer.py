@@ -497,7 +497,7 @@ class MultimodalTrainer(BaseTrainer):
 
     def _weight(self, inputs: Rollout) -> torch.Tensor | float:
         """Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean."""
-        return len(inputs)
+        return (inputs.n_sampled > 0).sum()
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """
