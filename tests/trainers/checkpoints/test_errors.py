@@ -103,7 +103,7 @@ def raising(trainer, name: str, monkeypatch, owner=None, call: int = 1, step: in
 
 MOMENTS = {
     "a row": lambda trainer, patch: raising(trainer, "get_batch_samples", patch, owner=Trainer),
-    "a sampled batch": lambda trainer, patch: raising(trainer, "_draw", patch, step=SAMPLED),
+    "a sampled batch": lambda trainer, patch: raising(trainer, "_run_stages", patch, step=SAMPLED),
     "the first loss": lambda trainer, patch: raising(trainer, "compute_loss", patch),
     "the second loss": lambda trainer, patch: raising(trainer, "compute_loss", patch, call=2),
     "the gradient": lambda trainer, patch: raising(trainer, "_get_grad_norm", patch),

@@ -169,7 +169,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
 
     # Rollout
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
+    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
         self._scoring.check_weights()
         rows = list(inputs) if isinstance(inputs[0], EncodedRow) else self._stream.without_prompts(inputs)
         self._check_teacher_sees_more(rows)

@@ -184,7 +184,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         scores_early = self._batches.groups is not None or self._measures_dependency
         if args.loss_view is not None and self.model.training:
             rollout = with_view(self._prompting, rollout)
-        # Advantages, exchanged groups and the dependency on media need scores before the update
+        # Advantages, groups that are kept for later updates, and the dependency on media need scores now
         if (scores_early and self.model.training) or args.advantages_read_logps:
             rollout = self._with_old_scores(rollout)
         if args.beta != 0:
@@ -192,14 +192,10 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return rollout
 
     def _with_old_scores(self, rollout: Rollout) -> Rollout:
-        """
-        Returns a rollout, or a part of it, with its scores under the sampling policy: also the dependency on media,
-        and the entropies that choose tokens, if the config asks for them.
-        """
-        # By its own condition, TRL scores a rollout, too, if updates are off-policy or corrected for an engine.
-        # Otherwise, these scores take extra time
-        is_off_policy = self.args.gradient_accumulation_steps % self._batches.n_calls != 0
-        is_extra = not (is_off_policy or self._sampling.corrects_for_engine(rollout))
+        """Returns a rollout, or a part of it, with log-probabilities, and maybe entropies and dependency on media."""
+        # TRL scores a rollout, too, if an update isn't on its last rollout alone, or is corrected for an engine
+        trl_scores = self.args.gradient_accumulation_steps % self._batches.n_calls != 0
+        is_extra = not (trl_scores or self._sampling.corrects_for_engine(rollout))
         lacks_dependency = self._measures_dependency and rollout.view.prompts and rollout.view.dependency is None
         with self._timing_extra_scoring() if is_extra else nullcontext():
             if lacks_dependency:

@@ -22,24 +22,21 @@ class Batches:
     """
     Stage that exchanges groups of a rollout, splits it into micro-batches, and keeps these until the last update.
 
-    A run of a rollout, in training:
+    [`MultimodalTrainer`] has the calls of an update. `_roll_out` of a trainer calls [`~Batches.exchanged`] on the
+    rollout of its stages, and its `_on_rollout` calls [`~Batches.with_off_policy_scores`]. After a micro-batch's first
+    forward pass, [`~Batches.settle`] keeps what it shows.
 
-    1. `Trainer` asks for a micro-batch by the trainer's `_prepare_inputs`, which calls [`~Batches.next`].
-    2. If the last rollout is used up, `roll_out`, the trainer's `_new_rollout`, runs the other stages, and
-       [`~Batches.exchanged`] replaces groups. The rollout is split, and `prepare`, the trainer's `_on_rollout`, scores
-       the micro-batches that come after the first update, by [`~Batches.with_off_policy_scores`].
-    3. The trainer's `compute_loss` forwards the micro-batch. [`~Batches.settle`] keeps what this first forward shows.
-    4. TRL's `training_step` runs the backward pass, and adds 1 to `_step`, which is `n_trained` here.
-
-    The field `old_per_token_logps` of a micro-batch is `None` until one of these sets it: the stage `Scoring`, if
-    advantages, replay or filters read it; else 2, for micro-batches after the first update; else 3. After it was made,
-    only `settle` sets a micro-batch's old log-probabilities and ratios to the engine, and only
-    [`~rollout.token_filter.TokenFilter.keep`] its weights of tokens, unless a user's `_compute_loss` sets them.
+    The field `old_per_token_logps` of a micro-batch is `None` until the first of these sets it: GRPO's
+    `_with_old_scores`, for the whole rollout if advantages, dynamic sampling, replay or a view's dependency need it,
+    or for micro-batches whose tokens are chosen by the rollout's entropies; `with_off_policy_scores`, for micro-batches
+    after the first update; `settle`, for the others. RLOO's `_score_rollout` sets it if rewards or replay need it.
+    After `on_rollout`, only `settle` sets old log-probabilities and ratios to the engine, and only
+    [`~rollout.token_filter.TokenFilter.keep`] weights of tokens, unless a user's `_compute_loss` sets them.
     """
 
     sampling: Sampling
-    roll_out: Callable[[Any], Rollout]  # returns the rollout of rows
-    prepare: Callable[[list[Rollout]], list[Rollout]]  # scores the micro-batches of a new rollout
+    new_rollout: Callable[[Any], Rollout]  # the trainer's `_new_rollout`
+    on_rollout: Callable[[list[Rollout]], list[Rollout]]  # scores the micro-batches of a new rollout
     groups: GroupExchange | None  # set with dynamic sampling or replay
     loss_reads_reference: bool
     n_iterations: int  # over the micro-batches of a rollout
@@ -83,7 +80,7 @@ class Batches:
         if index == 0 or parts is None:
             for part in parts or ():
                 part.release_media()
-            parts = self.prepare(self._split(self.roll_out(inputs)))
+            parts = self.on_rollout(self._split(self.new_rollout(inputs)))
         if self.reorders and index > 0 and index % args.steps_per_generation == 0:
             generator = torch.Generator().manual_seed(args.seed + self.n_trained)  # the same order on all ranks
             parts = [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]

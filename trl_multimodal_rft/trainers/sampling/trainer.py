@@ -75,9 +75,16 @@ class MultimodalTrainer(BaseTrainer):
     Base of the trainers that sample completions. The arguments, the training loop, the engines and the metrics' names
     are TRL's.
 
-    `Trainer` calls `_prepare_inputs` and `compute_loss` for each micro-batch, and `_prepare_inputs` asks the stage
-    [`~trainers.sampling.micro_batches.Batches`] for it. When a rollout is used up, that stage has `_draw` run the
-    others: rows are collected, completions are sampled, scored and rewarded, and advantages are estimated.
+    The calls of an update, in training:
+
+    1. `Trainer.training_step` calls `_prepare_inputs`, which asks the stage
+       [`~trainers.sampling.micro_batches.Batches`] for a micro-batch. If the last rollout is used up, that stage calls
+       `_new_rollout`, which calls TRL's `_generate_and_score_completions`, which calls `_roll_out`, which calls
+       `_run_stages`. This runs the other stages: `Prompting` reads and encodes the rows, `Sampling` samples, and
+       `Rewarding` rewards; `_score_rollout` asks `Scoring` for log-probabilities, and `_estimate` sets advantages.
+    2. The stage splits the rollout, and `_on_rollout` scores micro-batches that come after its first update.
+    3. `compute_loss` calls `_compute_loss`, which calls `_score` for the forward pass, and `_loss`.
+    4. `Trainer` runs the backward pass and, after `gradient_accumulation_steps` micro-batches, the optimizer.
     """
 
     _micro_batch: Rollout | None = None  # set while its loss is computed
@@ -269,8 +276,8 @@ class MultimodalTrainer(BaseTrainer):
         self._rewarding = Rewarding(self._context, self._prompting, functions)
         self._batches = Batches(
             self._sampling,
-            roll_out=self._new_rollout,
-            prepare=self._on_rollout,
+            new_rollout=self._new_rollout,
+            on_rollout=self._on_rollout,
             groups=groups,
             loss_reads_reference=self._loss_needs_reference,
             n_iterations=getattr(args, "num_iterations", 1),
@@ -321,10 +328,10 @@ class MultimodalTrainer(BaseTrainer):
         return self._roll_out(inputs).for_loss()
 
     def _roll_out(self, inputs: Sequence[Any]) -> Rollout:
-        return self._batches.exchanged(self._draw(inputs), self._roll_out_extra)
+        return self._batches.exchanged(self._run_stages(inputs), self._roll_out_extra)
 
-    def _draw(self, inputs: Sequence[Any]) -> Rollout:
-        """Runs the stages of a rollout, each of which returns a value."""
+    def _run_stages(self, inputs: Sequence[Any]) -> Rollout:
+        """Runs the stages of a rollout, each of which returns a value. The first one reads the rows."""
         self._scoring.check_weights()
         prompted = self._prompt(inputs)
         with self.offloading():
@@ -338,7 +345,7 @@ class MultimodalTrainer(BaseTrainer):
         return rollout
 
     def _roll_out_extra(self, n: int) -> Rollout:
-        return self._draw(self._stream.draw(n))
+        return self._run_stages(self._stream.draw(n))
 
     def _prompt(self, inputs: Sequence[Any]) -> Prompted:
         prompted = self._prompting(inputs)
