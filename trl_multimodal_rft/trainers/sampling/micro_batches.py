@@ -28,7 +28,7 @@ class Batches:
 
     The field `old_per_token_logps` of a micro-batch is `None` until the first of these sets it: GRPO's
     `_with_old_scores`, for the whole rollout if advantages, dynamic sampling, replay or a view's dependency need it,
-    or for micro-batches whose tokens are chosen by the rollout's entropies; `with_off_policy_scores`, for micro-batches
+    or for micro-batches, if the entropies of the rollout choose tokens; `with_off_policy_scores`, for micro-batches
     after the first update; `settle`, for the others. RLOO's `_score_rollout` sets it if rewards or replay need it.
     After `on_rollout`, only `settle` sets old log-probabilities and ratios to the engine, and only
     [`~rollout.token_filter.TokenFilter.keep`] weights of tokens, unless a user's `_compute_loss` sets them.
