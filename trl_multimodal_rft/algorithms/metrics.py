@@ -231,7 +231,7 @@ class MetricLog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores metrics of a checkpoint. Those of a checkpoint before 0.2 are lists of numbers."""
+        """Restores metrics of a checkpoint. Those of an earlier version are lists of numbers."""
         for name, saved in state.items():
             if isinstance(saved, list):
                 saved = _stacked(sum(saved), len(saved)), "mean", False

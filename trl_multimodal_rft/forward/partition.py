@@ -45,8 +45,8 @@ def micro_batch_order(
 
     def load(n_shared: int, members: list[int]) -> int:
         """Returns the number of tokens of a bundle, or of a piece of one, in a packed row."""
-        n_own = sum(len(prompt) - n_shared for prompt in {prompts[i] for i in members})
-        return n_shared + n_own + sum(lengths[i] for i in members)
+        n_counted = sum(len(prompt) - n_shared for prompt in {prompts[i] for i in members})
+        return n_shared + n_counted + sum(lengths[i] for i in members)
 
     batches: list[list[int]] = [[] for _ in range(n_batches)]
     loads = [0] * n_batches

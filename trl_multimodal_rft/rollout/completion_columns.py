@@ -104,9 +104,9 @@ def with_completions(
     if drawn.logps is not None:
         rows = [[torch.nan if logp is None else logp for logp in row] for row in drawn.logps]
         sampling_logps = right_pad(rows, 0.0, pad_to_multiple_of).to(device)
-    n_own = prompted.source.n_own
-    if n_own is not None and n_own < len(ids):  # an evaluation's, which another rank counts
-        is_own = torch.arange(len(ids)) < n_own
+    n_counted = prompted.source.n_counted
+    if n_counted is not None and n_counted < len(ids):  # an evaluation's, which another rank counts
+        is_own = torch.arange(len(ids)) < n_counted
         mask = mask * is_own[:, None]
         lengths = lengths * is_own
     if mask_truncated:
@@ -128,7 +128,7 @@ def with_completions(
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
     table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
     table = accelerator.gather(table).cpu()
-    if n_own is not None:
+    if n_counted is not None:
         table = table[table[:, 1] > 0]
     prompt_lengths, lengths, has_ended, n_loss_tokens = table.unbind(1)
     metrics = {"completions/clipped_ratio": nan_mean(1 - has_ended.float(), is_of_all_ranks=True)}

@@ -69,7 +69,7 @@ def turn_metrics(rewards: torch.Tensor, names: Sequence[str]) -> dict[str, Metri
     for i, name in enumerate(names):
         for turn, values in enumerate(rewards[:, i].unbind(1), start=1):
             if not values.isnan().all():
-                metrics[f"rewards/{name}/turn_{turn}"] = nan_mean(values, is_of_all_ranks=True)
+                metrics |= {f"rewards/{name}/turn_{turn}": nan_mean(values, is_of_all_ranks=True)}
     return metrics
 
 

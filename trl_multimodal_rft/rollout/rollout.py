@@ -80,7 +80,7 @@ class Source(_Part):
     failures: list[Exception | None] = field(default_factory=list)  # errors that ended environments, or `None`
     whole_groups: bool = True  # whether each group is on a single rank
     batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
-    n_own: int | None = None  # number of the first completions that repeat no other rank's, by default of all
+    n_counted: int | None = None  # number of the first completions that repeat no other rank's, by default of all
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages

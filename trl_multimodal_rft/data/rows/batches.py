@@ -123,10 +123,10 @@ class RowBatch(Sequence):
         keys: list[Any] | Callable[[], list[Any]],
         read: Callable[["RowBatch"], list[Any]],
         batch_index: int | None = None,
-        n_own: int | None = None,
+        n_counted: int | None = None,
     ):
         self._keys = keys
-        self._n_own = n_own
+        self._n_counted = n_counted
         self.batch_index = batch_index  # index of the batch in the run
         self._read_rows = read
         self._rows: list[Any] | None = None
@@ -139,9 +139,9 @@ class RowBatch(Sequence):
         return self._keys
 
     @property
-    def n_own(self) -> int:
+    def n_counted(self) -> int:
         """Number of the first items that aren't repeated from another batch, since a rank has no more rows."""
-        return len(self) if self._n_own is None else self._n_own
+        return len(self) if self._n_counted is None else self._n_counted
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -331,8 +331,8 @@ class EvalBatches:
         n_shared = -(-len(rows) // self._unit) * self._unit
         keys = [*chain.from_iterable(repeat(row, self._n_repeats) for row in islice(cycle(rows), n_shared))]
         size = len(keys) // self._n_ranks
-        n_own = min(max(len(rows) * self._n_repeats - self._rank * size, 0), size)
-        return RowBatch(keys[self._rank * size : (self._rank + 1) * size], self._read, n_own=n_own)
+        n_counted = min(max(len(rows) * self._n_repeats - self._rank * size, 0), size)
+        return RowBatch(keys[self._rank * size : (self._rank + 1) * size], self._read, n_counted=n_counted)
 
     @property
     def n_left(self) -> int:

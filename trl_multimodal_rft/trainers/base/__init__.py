@@ -8,6 +8,6 @@ What all trainers share.
 - In a constructor: `setup` compares config, launch and model, `loading` loads models, `preparation` prepares them for
   scores, and `optimizer` sets the rates of parts.
 - Whenever a dataset comes, from a constructor or for an evaluation: `dataset_checks` reads its columns and first rows.
-- In each update: `finite` checks weights and gradients, `ema` averages weights, `logs` reads metrics, and `signals`
-  ends a run after it.
+- In each update: `finite` checks weights and gradients, `ema` averages weights, `logs` writes metrics, by one of
+  which `best_metric` lets a run choose its best model, and `signals` ends a run after it.
 """

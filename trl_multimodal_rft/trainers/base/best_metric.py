@@ -2,7 +2,7 @@
 """Check that evaluations make the metric by which a run chooses the best model."""
 
 import inspect
-import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,9 +15,10 @@ _PACKAGE = __name__.split(".")[0]
 _OF_ALL = "loss entropy num_tokens runtime samples_per_second steps_per_second model_preparation_time"
 _OF_REWARDS = "reward reward_std frac_reward_zero_std kl policy_loss aux_loss shaped_reward"
 _OF_PAIRS = "rewards/chosen rewards/rejected rewards/margins"
+_OF_VIEWS = "rewards/view rewards/view_accuracies rewards/view_margins rewards/above_anchor"
 _NAMES = {
     "sft": "mean_token_accuracy aux_loss",
-    "dpo": f"{_OF_PAIRS} rewards/accuracies mean_token_accuracy aux_loss",
+    "dpo": f"{_OF_PAIRS} rewards/accuracies mean_token_accuracy aux_loss {_OF_VIEWS}",
     "kto": f"{_OF_PAIRS} kl aux_loss",
     "reward-trainer": "accuracy margin min_reward mean_reward max_reward",
     "grpo": _OF_REWARDS,
@@ -27,57 +28,52 @@ _NAMES = {
 }
 
 
-def check_best_metric(trainer: Any) -> None:
-    """
-    Raises a `ValueError` if no evaluation of a trainer makes its `metric_for_best_model`. Names that callbacks,
-    `compute_metrics`, a subclass or a reward function with `log_metric` may make aren't checked.
-    """
-    args = trainer.args
-    if args.metric_for_best_model is None or args.eval_strategy == "no" or trainer.eval_dataset is None:
-        return
-    name = args.metric_for_best_model.removeprefix("eval_")
-    datasets = [*trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
-    names = {*_OF_ALL.split(), *_NAMES.get(trainer._tag_names[1], "").split()}
-    functions = trainer.reward_func_names
-    for function in functions:
+def evaluation_metrics(algorithm: str, reward_names: Sequence[str]) -> set[str]:
+    """Returns the names, but for those with a slash, that evaluations make by a trainer's second tag."""
+    names = {*_OF_ALL.split(), *_NAMES.get(algorithm, "").split()}
+    for function in reward_names:
         names |= {f"rewards/{function}/mean", f"rewards/{function}/std"}
-    if _may_make_others(trainer):
-        return
-    own = name
+        names |= {f"rewards/{function}/turn_{i}" for i in range(1, 9)}
+    return names
+
+
+def check_best_metric(metric: str, names: set[str], datasets: Sequence[str]) -> None:
+    """
+    Raises a `ValueError` if no evaluation makes a `metric_for_best_model`, by the `names` of [`evaluation_metrics`].
+    `datasets` are the names of several datasets.
+    """
+    name = metric.removeprefix("eval_")
+    prefix = ""
     if datasets:
         dataset = next((dataset for dataset in datasets if name.startswith(f"{dataset}_")), None)
         if dataset is None:
-            example = f"{datasets[0]}_{name if name in names else 'loss'}"
             raise ValueError(
-                f"`metric_for_best_model` is {args.metric_for_best_model!r}, but metrics have the name of their "
-                f"dataset in `eval_dataset`; name one, such as 'eval_{example}'."
+                f"`metric_for_best_model` is {metric!r}, but metrics have the name of their dataset in "
+                f"`eval_dataset`; name one, such as 'eval_{datasets[0]}_{name if name in names else 'loss'}'."
             )
-        own = name.removeprefix(f"{dataset}_")
-    is_of_rewards = re.fullmatch(r"rewards/(.*)/turn_\d", own)
-    if own in names or (is_of_rewards and is_of_rewards[1] in functions):
+        prefix = f"{dataset}_"
+    name = name.removeprefix(prefix)
+    if name in names or ("/" in name and not name.startswith("rewards/")):
         return
-    if "/" in own and not own.startswith("rewards/"):
-        return
-    similar = get_close_matches(own, names, 1)
-    meant = f" Did you mean 'eval_{name.removesuffix(own)}{similar[0]}'?" if similar else ""
+    similar = get_close_matches(name, names, 1)
+    meant = f" Did you mean 'eval_{prefix}{similar[0]}'?" if similar else ""
+    shown = ", ".join(sorted(name for name in names if "/turn_" not in name))
     raise ValueError(
-        f"No evaluation makes `metric_for_best_model` {args.metric_for_best_model!r}.{meant} Evaluations make "
-        f"{', '.join(sorted(names))}, and metrics with a slash that the logs show; a reward function that logs the "
-        "metric takes `log_metric` as an argument."
+        f"No evaluation makes `metric_for_best_model` {metric!r}.{meant} Evaluations make {shown}, and metrics with a "
+        "slash that the logs show; a reward function that logs the metric takes `log_metric` as an argument."
     )
 
 
-def _may_make_others(trainer: Any) -> bool:
-    if trainer.compute_metrics is not None or not type(trainer).__module__.startswith(f"{_PACKAGE}."):
+def makes_other_metrics(
+    trainer_class: type, callbacks: Sequence[TrainerCallback], functions: Sequence[Any], compute_metrics: Any
+) -> bool:
+    """Returns whether a subclass, a callback, a reward function or the user's function may make other metrics."""
+    if compute_metrics is not None or not trainer_class.__module__.startswith(f"{_PACKAGE}."):
         return True
-    for callback in trainer.callback_handler.callbacks:
+    for callback in callbacks:
         kind = type(callback)
         is_known = kind.__module__.startswith(("transformers.", f"{_PACKAGE}.reporting."))
         if kind.on_evaluate is not TrainerCallback.on_evaluate and not is_known:
             return True
-    return any("log_metric" in inspect.signature(function).parameters for function in _functions(trainer))
-
-
-def _functions(trainer: Any) -> list[Any]:
-    functions = getattr(trainer, "reward_funcs", None) or []
-    return [function for function in functions if inspect.isfunction(function)]
+    plain_functions = (function for function in functions if inspect.isfunction(function))
+    return any("log_metric" in inspect.signature(function).parameters for function in plain_functions)

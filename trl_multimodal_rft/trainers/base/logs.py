@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...algorithms.metrics import MetricLog, weighted_mean
 from ...reporting.events import EventPart
+from .best_metric import check_best_metric, evaluation_metrics, makes_other_metrics
 
 
 if TYPE_CHECKING:
@@ -74,6 +75,18 @@ class LoggedTrainer(Trainer):
         if outputs[0] is not None and self._loss_weight is not None:
             self._metric_log.add({"loss": weighted_mean(outputs[0], self._loss_weight)}, mode="eval")
         return outputs
+
+    def _check_best_metric(self) -> None:
+        """Raises a `ValueError` if no evaluation makes the metric that chooses the best model."""
+        metric = self.args.metric_for_best_model
+        dataset: Any = self.eval_dataset
+        if metric is None or self.args.eval_strategy == "no" or dataset is None:
+            return
+        functions = getattr(self, "reward_funcs", None) or ()
+        callbacks = self.callback_handler.callbacks
+        if not makes_other_metrics(type(self), callbacks, functions, self.compute_metrics):
+            names = evaluation_metrics(self._tag_names[1], self.reward_func_names)
+            check_best_metric(metric, names, [*dataset] if isinstance(dataset, dict) else [])
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         """

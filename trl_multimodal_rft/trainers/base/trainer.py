@@ -46,7 +46,6 @@ from ..checkpoints.lock import holding_lock
 from ..checkpoints.shards import saving_whole_weights, writes_shards
 from ..checkpoints.whole_step import WholeSteps
 from .argument_checks import check_keywords
-from .best_metric import check_best_metric
 from .finite import check_weights, skip_broken_update
 from .logs import LoggedTrainer
 from .optimizer import check_rates, save_options_of_parts, split_groups_by_rate
@@ -197,7 +196,7 @@ class BaseTrainer(LoggedTrainer):
                 has_adapter = is_peft_model(self.model)
                 checkpoint = self._checkpoints.verify(resume_from_checkpoint, self._fingerprints, has_adapter)
             self._checkpoints.resumed_from = checkpoint
-            check_best_metric(self)
+            self._check_best_metric()
             # Parameters may have been frozen since the constructor
             fix_frozen_batch_norms(self.model)
             if self._signal_callback is not None:

@@ -141,31 +141,33 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
     def _log_pairs(self, scores: Scores, inputs: Batch) -> None:
         """Logs TRL's metrics of a micro-batch. Scores are of all chosen, then of all rejected completions."""
         n = len(inputs["sequences"])
-        n_own = inputs["n_own"]
+        n_counted = inputs["n_counted"]
         learned = inputs["learned"][: 2 * n]
         logps = scores.logps.detach()
         if self.ld_alpha is not None:  # weighs tokens behind the length of the shorter completion
             shorter = torch.minimum(*learned.sum(1).chunk(2)).repeat(2)
             logps = torch.where(learned.cumsum(1) > shorter[:, None], self.ld_alpha * logps, logps)
-        is_own = (torch.arange(2 * n, device=learned.device) % n < n_own)[:, None]
+        is_own = (torch.arange(2 * n, device=learned.device) % n < n_counted)[:, None]
         rewards = []
         metrics = {
             "entropy": token_mean(scores.entropies, learned * is_own),
-            "mean_token_accuracy": token_mean(scores.top1[:n_own], learned[:n_own]),
+            "mean_token_accuracy": token_mean(scores.top1[:n_counted], learned[:n_counted]),
             "num_tokens": latest(self._total_train_tokens),
         }
         for start, side in ((0, "chosen"), (n, "rejected")):
-            rows = slice(start, start + n_own)
+            rows = slice(start, start + n_counted)
             sums = logps[rows].sum(1)
-            rewards.append(self.beta * (sums - inputs[f"ref_{side}_logps"][:n_own]))
-            metrics[f"logits/{side}"] = token_mean(scores.mean_logits[rows], learned[rows])
-            metrics[f"rewards/{side}"] = weighted_mean(rewards[-1].mean(), n_own)
-            metrics[f"logps/{side}"] = weighted_mean(sums.mean(), n_own)
+            rewards.append(self.beta * (sums - inputs[f"ref_{side}_logps"][:n_counted]))
+            metrics |= {
+                f"logits/{side}": token_mean(scores.mean_logits[rows], learned[rows]),
+                f"rewards/{side}": weighted_mean(rewards[-1].mean(), n_counted),
+                f"logps/{side}": weighted_mean(sums.mean(), n_counted),
+            }
         chosen, rejected = rewards
-        metrics["rewards/accuracies"] = weighted_mean((chosen > rejected).float().mean(), n_own)
-        metrics["rewards/margins"] = weighted_mean((chosen - rejected).mean(), n_own)
+        metrics["rewards/accuracies"] = weighted_mean((chosen > rejected).float().mean(), n_counted)
+        metrics["rewards/margins"] = weighted_mean((chosen - rejected).mean(), n_counted)
         if self.aux_loss_enabled:
-            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_own)
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_counted)
         self._metric_log.add(metrics)
 
     def _view_loss(self, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -188,7 +190,7 @@ class MultimodalDPOTrainer(PreferenceTrainer, DPOTrainer):
             "rewards/above_anchor": (rewards[0] > settings.anchor).float(),
             "logps/view": logps[2 * n :].detach(),
         }
-        is_own = (torch.tensor(viewed, device=logps.device) < inputs["n_own"]).float()
+        is_own = (torch.tensor(viewed, device=logps.device) < inputs["n_counted"]).float()
         self._metric_log.add({name: scored_mean(value, is_own) for name, value in values.items()})
         conditional = settings.conditional_coef * conditional_preference(chosen_logratios, view_logratios, self.beta)
         anchored = settings.anchor_coef * anchored_preference(chosen_logratios, self.beta, settings.anchor)

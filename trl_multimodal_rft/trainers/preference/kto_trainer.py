@@ -136,24 +136,27 @@ class MultimodalKTOTrainer(PreferenceTrainer, KTOTrainer):
 
     def _log_by_label(self, scores: Scores, inputs: Batch, kl: float) -> None:
         """Logs TRL's metrics of a micro-batch. Scores are of the rows' completions, and `kl` of all ranks."""
-        n_own = inputs["n_own"]
-        learned = inputs["learned"][:n_own]
-        is_chosen = torch.as_tensor(inputs["label"][:n_own], dtype=torch.bool, device=learned.device)
-        logps = scores.logps.detach()[:n_own].sum(1)
-        rewards = self.beta * (logps - inputs["ref_logps"][:n_own])
+        n_counted = inputs["n_counted"]
+        learned = inputs["learned"][:n_counted]
+        is_chosen = torch.as_tensor(inputs["label"][:n_counted], dtype=torch.bool, device=learned.device)
+        logps = scores.logps.detach()[:n_counted].sum(1)
+        rewards = self.beta * (logps - inputs["ref_logps"][:n_counted])
         metrics = {
-            "kl": weighted_mean(kl, n_own),
-            "entropy": token_mean(scores.entropies[:n_own], learned),
+            "kl": weighted_mean(kl, n_counted),
+            "entropy": token_mean(scores.entropies[:n_counted], learned),
             "num_tokens": latest(self._total_train_tokens),
         }
+        means = []
         for side, is_counted in (("chosen", is_chosen), ("rejected", ~is_chosen)):
-            metrics[f"logits/{side}"] = scored_mean(scores.mean_logits[:n_own], learned * is_counted[:, None])
-            metrics[f"rewards/{side}"] = scored_mean(rewards, is_counted)
-            metrics[f"logps/{side}"] = scored_mean(logps, is_counted)
-        sides = [metrics[f"rewards/{side}"].numbers for side in ("chosen", "rejected")]
-        metrics["rewards/margins"] = Metric(torch.cat(sides), "difference", skips_nan=True)
+            means.append(scored_mean(rewards, is_counted))
+            metrics |= {
+                f"logits/{side}": scored_mean(scores.mean_logits[:n_counted], learned * is_counted[:, None]),
+                f"rewards/{side}": means[-1],
+                f"logps/{side}": scored_mean(logps, is_counted),
+            }
+        metrics["rewards/margins"] = Metric(torch.cat([mean.numbers for mean in means]), "difference", skips_nan=True)
         if self.aux_loss_enabled:
-            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_own)
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_counted)
         self._metric_log.add(metrics)
 
     def _score_with_kl(self, model: nn.Module, inputs: Batch, n: int) -> tuple[Scores, torch.Tensor]:

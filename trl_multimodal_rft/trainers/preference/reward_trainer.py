@@ -178,14 +178,14 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         # Together with TRL's term, this is the negative log-likelihood of a tie within the margin, up to a constant
         # (equation 10 of https://huggingface.co/papers/2409.17431)
         loss = loss - (logsigmoid(rejected - chosen - margin) * tie).mean()
-        n_own = inputs["n_own"]
-        differences = (chosen - rejected).detach()[:n_own]
-        is_decided = ~tie[:n_own]
-        own_rewards = torch.cat([chosen[:n_own], rejected[:n_own]])
+        n_counted = inputs["n_counted"]
+        differences = (chosen - rejected).detach()[:n_counted]
+        is_decided = ~tie[:n_counted]
+        own_rewards = torch.cat([chosen[:n_counted], rejected[:n_counted]])
         metrics = {
             "num_tokens": latest(self._total_train_tokens),
             "min_reward": smallest(own_rewards),
-            "mean_reward": weighted_mean(own_rewards.mean(), n_own),
+            "mean_reward": weighted_mean(own_rewards.mean(), n_counted),
             "max_reward": largest(own_rewards),
             # Without ties
             "accuracy": scored_mean((differences > 0).float(), is_decided),

@@ -246,7 +246,9 @@ class CompletionTrainer(BaseTrainer):
                 loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
             weights = dict.fromkeys(("entropy", "mean_token_accuracy"), n_learned)
             n_tokens = latest(means.pop("num_tokens"))
-            metrics = {name: weighted_mean(mean, weights.get(name, inputs["n_own"])) for name, mean in means.items()}
+            metrics = {
+                name: weighted_mean(mean, weights.get(name, inputs["n_counted"])) for name, mean in means.items()
+            }
             self._metric_log.add({"num_tokens": n_tokens, **metrics})
             return loss
         if self.args.self_check and self.model.training:
@@ -266,7 +268,7 @@ class CompletionTrainer(BaseTrainer):
 
     def _weight(self, inputs: Batch) -> torch.Tensor | int:
         """Returns the number of rows, or of tokens, over which the loss of a micro-batch is a mean."""
-        return inputs["n_own"]
+        return inputs["n_counted"]
 
     def _outputs(self, model: nn.Module, inputs: Batch, scores: Scores) -> SequenceClassifierOutput:
         return SequenceClassifierOutput(logits=scores.values)
@@ -298,7 +300,7 @@ class CompletionTrainer(BaseTrainer):
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         batch = self.data_collator(rows)
-        batch["n_own"] = rows.n_own if isinstance(rows, RowBatch) else len(rows)
+        batch["n_counted"] = rows.n_counted if isinstance(rows, RowBatch) else len(rows)
         name = f"{split}_dataset"
         model = self.data_collator.model
         stored = [encoded.stored for encoded in rows]

@@ -49,7 +49,7 @@ class Prompting:
         self._check_rows([row.stored for row in rows])
         batch_index = getattr(inputs, "batch_index", None) if self.context.is_training else None
         prompted = self.collect(rows, batch_index)
-        prompted = replace(prompted, source=replace(prompted.source, n_own=getattr(inputs, "n_own", None)))
+        prompted = replace(prompted, source=replace(prompted.source, n_counted=getattr(inputs, "n_counted", None)))
         source = prompted.source
         self.notes.add(source.rows[0], source.messages, [prompt.modalities for prompt in prompted.prompts])
         if prompted.prompts and not self.warned_of_positions:  # no prompts if `rollout_func` encodes them

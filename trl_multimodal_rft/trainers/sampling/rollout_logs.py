@@ -138,7 +138,7 @@ class RolloutLog:
             self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * len(rollout))))
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
-            values: list[float] = [] if rollout.source.n_own == 0 else self.pending_metrics.get(name, [])
+            values: list[float] = [] if rollout.source.n_counted == 0 else self.pending_metrics.get(name, [])
             sums = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
             self.rewarding.context.metrics.add({name: share(*sums, is_of_all_ranks=True)})
         self.pending_metrics.clear()

@@ -214,27 +214,27 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         if self.aux_loss_enabled:  # a mean over the micro-batch, which an update averages over its micro-batches
             n_steps = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
             loss = loss + self.router_aux_loss_coef * scores.aux_loss / n_steps
-        self._log_scores(scores, mask, sum(map(len, sequences)), inputs["n_own"])
+        self._log_scores(scores, mask, sum(map(len, sequences)), inputs["n_counted"])
         return loss, scores
 
     def _weight(self, inputs: Batch) -> torch.Tensor | int:
-        return (inputs["labels"][: inputs["n_own"], 1:] != -100).sum()
+        return (inputs["labels"][: inputs["n_counted"], 1:] != -100).sum()
 
-    def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int, n_own: int) -> None:
+    def _log_scores(self, scores: Scores, mask: torch.Tensor, n_tokens: int, n_counted: int) -> None:
         """
-        Logs TRL's metrics of a micro-batch, whose first `n_own` rows count. `mask`, `(B, P - 1)`, is true on learned
-        targets.
+        Logs TRL's metrics of a micro-batch, whose first `n_counted` rows count. `mask`, `(B, P - 1)`, is true on
+        learned targets.
         """
         if self.model.training:
             self._total_train_tokens += int(sum_over_ranks(self.accelerator, [n_tokens])[0])
-        n_learned = mask[:n_own].sum()
+        n_learned = mask[:n_counted].sum()
         metrics = {
-            "entropy": share(scores.entropies[:n_own].sum(), n_learned),
-            "mean_token_accuracy": share(scores.top1[:n_own].sum(), n_learned),
+            "entropy": share(scores.entropies[:n_counted].sum(), n_learned),
+            "mean_token_accuracy": share(scores.top1[:n_counted].sum(), n_learned),
             "num_tokens": latest(self._total_train_tokens),
         }
         if self.aux_loss_enabled:
-            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_own)
+            metrics["aux_loss"] = weighted_mean(scores.aux_loss, n_counted)
         self._metric_log.add(metrics)
 
     @property
