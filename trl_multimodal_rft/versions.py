@@ -41,6 +41,7 @@ _OF_TRANSFORMERS = {
     "get_batch_samples": "self epoch_iterator num_batches device",
     "save_model": "self output_dir _internal_call",
     "create_optimizer": "self model",
+    "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
 }
 _OF_TRL = {
     "get_train_dataloader": "self",
@@ -48,6 +49,8 @@ _OF_TRL = {
     "compute_loss": "self model inputs return_outputs num_items_in_batch",
     "_save_checkpoint": "self model trial",
     "create_model_card": "self model_name dataset_name tags",
+    "log": "self logs start_time",
+    "prediction_step": "self model inputs prediction_loss_only ignore_keys",
 }
 # Methods that only trainers with sampling override, and methods that only trainers with rewards override
 _SAMPLING = {"_generate_and_score_completions": "self inputs", "_prepare_inputs": "self generation_batch"}

@@ -176,6 +176,9 @@ def test_metrics_are_sums_over_single_rows(kind, tmp_path, of_one_batch):
         counts.append(tokens_of(kind, trainer, row))
     found = dict(of_one_batch(kind))
     if kind == "kto":
+        labels = dataset["label"]
+        assert ["rewards/chosen" in single for single in singles] == labels
+        assert ["rewards/rejected" in single for single in singles] == [not label for label in labels]
         margin = found.pop("rewards/margins")
         assert margin == pytest.approx(found["rewards/chosen"] - found["rewards/rejected"], rel=1e-5)
     side_of = {name: side for side, names in OVER_TOKENS[kind].items() for name in names}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from trl_multimodal_rft.algorithms.metrics import KINDS
 from trl_multimodal_rft.encoding.prompts import DecodedPrompt, EncodedPrompt
 from trl_multimodal_rft.forward.partition import micro_batch_order
 from trl_multimodal_rft.rollout import rollout
@@ -152,7 +153,8 @@ class Exchanged:
     def step(self, step: int) -> tuple[list[int], bool, dict[str, float]]:
         """Returns the groups to train on, whether one is from an earlier step, and metrics."""
         result, is_stale, metrics = self.exchange.exchange(self.draw(step), lambda _: self.draw(step))
-        return result.completion_ids[::2, 0].tolist(), is_stale, metrics
+        values = {name: KINDS[metric.kind].value(metric.numbers).item() for name, metric in metrics.items()}
+        return result.completion_ids[::2, 0].tolist(), is_stale, values
 
 
 NONE = {"sampling/kept_frac": 0.0}

@@ -163,7 +163,7 @@ def test_loss_may_be_overridden_in_the_way_of_trl(family, rows, packing):
     own = ours(family=family, rows=rows(), loss_type="gmpo", **options)
     overriding = ours(Overriding, family, rows(), **options)
     assert set(overriding.trainer.scored_packed) == {packing == "prefix"}
-    assert_equal(own, overriding)
+    assert_equal(own, overriding, sums=True, of_metrics=5e-4)
 
 
 def test_coefficient_that_subclasses_read_is_that_of_the_config():
@@ -293,9 +293,9 @@ def test_divergence_that_the_controller_holds_is_not_that_of_trls_loss():
             k3 = (-d).exp() - 1 + d
             old = moment.batch.get("old_per_token_logps", moment.logps)
             plain.append(k3)
-            corrected.append((k3 * (moment.logps - old)[mask].exp()).mean().item())
+            corrected.append(k3 * (moment.logps - old)[mask].exp())
         assert logged(result, "kl/estimate")[step] == pytest.approx(torch.cat(plain).mean().item(), rel=1e-4)
-        assert logged(result, "kl")[step] == pytest.approx(fmean(corrected), rel=1e-4)
+        assert logged(result, "kl")[step] == pytest.approx(torch.cat(corrected).mean().item(), rel=1e-4)
     assert logged(result, "kl/estimate")[1] != pytest.approx(logged(result, "kl")[1], rel=1e-2)
 
 

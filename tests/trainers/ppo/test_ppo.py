@@ -568,6 +568,7 @@ def test_losses_and_their_metrics_are_those_by_hand(loss_type):
         if loss_type != "luspo":
             by_hand = loss_by_hand(trainer, moment, moment.logps).item()
             assert policy_loss == pytest.approx(by_hand, rel=1e-4, abs=1e-6)
+        n_valued = mask[moment.batch["rewards.scorable"].bool()].sum().item()
         log_ratios = (moment.logps - moment.batch["old_per_token_logps"])[mask].tolist()
         metrics = {
             "policy_loss": scale * policy_loss,
@@ -578,11 +579,13 @@ def test_losses_and_their_metrics_are_those_by_hand(loss_type):
             "approx_kl": fmean(math.exp(x) - 1 - x for x in log_ratios),
         }
         for name, value in metrics.items():
-            expected[moment.step].setdefault(name, []).append(value)
+            n = 1 if name == "policy_loss" else n_valued if name.startswith("value") else len(log_ratios)
+            expected[moment.step].setdefault(name, []).append((value, n))
     for entry, metrics in zip(result.history[:4], expected, strict=True):
         assert entry["kl_coef"] == 0.3 and entry["skipped_updates"] == 0
         for name, parts in metrics.items():
-            value = max(parts) if name == "ratio/max" else fmean(parts)
+            values, weights = zip(*parts, strict=True)
+            value = max(values) if name == "ratio/max" else fmean(values, weights)
             assert entry[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert max(logged(result, "value_clip_ratio")) > 0 and max(logged(result, "approx_kl")) > 1e-4
 

@@ -374,13 +374,17 @@ def test_update_is_that_of_the_policy_and_of_the_supervised_loss(kind, options, 
     start = make_trainer(Supervised, family, POLICY_ROWS[kind](), tmp_path, objects=own, **own_options)
     model = start.model
     loss = 0.0
+    totals = []
     for place in (0, 2):  # of two micro-batches
         rows = restore_rows(EndlessRows(data, start.args.seed).at(place, 2))
         prompts, _, mask = encoded(rows, family)
         for row, prompt, n in zip(rows, prompts, mask.sum(1), strict=True):
-            loss += cross_entropy(model, row, row["completion"], kind, len(prompt)) * n / mask.sum() / 2
+            row_loss = cross_entropy(model, row, row["completion"], kind, len(prompt))
+            loss += row_loss * n / mask.sum() / 2
+            totals.append((row_loss.item() * n.item(), n.item()))
     logged = [entry["ptx_loss"] for entry in with_it.history if "ptx_loss" in entry]
-    assert logged == pytest.approx([loss.item()], rel=1e-5)
+    losses, numbers = zip(*totals, strict=True)
+    assert logged == pytest.approx([sum(losses) / sum(numbers)], rel=1e-5)
     loss.backward()
     step = -start.args.learning_rate * COEFFICIENT
     expected = {n: 0 if p.grad is None else step * p.grad for n, p in model.named_parameters()}

@@ -51,7 +51,7 @@ def test_rows_and_updates_equal_trl(strategy, tmp_path):
     ours = make("qwen2_5_vl", text_rows(16), tmp_path / "ours", objects=text_model(), **options)
     assert rows_of(ours.train_dataset) == rows_of(theirs.train_dataset) and 5 < len(ours.train_dataset) < 16
     assert ("seq_lengths" in ours.train_dataset.column_names) == (strategy != "wrapped")
-    assert_same(trained(theirs), trained(ours))
+    assert_same(trained(theirs), trained(ours), of_means=0.02)
 
 
 def own_loss(model, sequences):

@@ -102,11 +102,15 @@ def trained(trainer):
     return logs[:-1], {name: p.detach() - before[name] for name, p in trainer.model.named_parameters()}
 
 
-def assert_same(one, other, tolerance=1e-5):
+def assert_same(one, other, tolerance=1e-5, of_means=None):
+    """`of_means` is the tolerance of means over tokens, which only one of them takes over several micro-batches."""
     assert len(one[0]) == len(other[0]) > 0
     for a, b in zip(one[0], other[0], strict=True):
         assert a.keys() == b.keys()
-        assert all(a[key] == pytest.approx(b[key], rel=tolerance, abs=tolerance) for key in a), (a, b)
+        for key in a:
+            is_mean = key in ("entropy", "mean_token_accuracy")
+            allowed = of_means if is_mean and of_means is not None else tolerance
+            assert a[key] == pytest.approx(b[key], rel=allowed, abs=allowed), (key, a, b)
     assert norm(one[1]) > 0 and relative_difference(one[1], other[1]) <= tolerance
 
 
@@ -145,7 +149,7 @@ def test_equals_trl(name, tmp_path):
     )
     theirs.model_accepts_loss_kwargs = True  # otherwise this model's loss is a mean over micro-batches of any length
     ours = make("qwen2_5_vl", rows(), tmp_path / "ours", processor.chat_template, **options)
-    assert_same(trained(theirs), trained(ours))
+    assert_same(trained(theirs), trained(ours), of_means=0.02)
 
 
 # Comparison with the model

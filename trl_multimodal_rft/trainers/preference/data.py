@@ -89,6 +89,7 @@ class PairCollator(RowCollator[ConfigT]):
         n_tokens = sum(len(prompt) + len(side_ids) for prompt, side_ids in counted)
         return {
             "sequences": pairs,
+            "n_counted": getattr(rows, "n_counted", len(rows)),
             "prompts": [with_answer(self.model, pair.prompt_before(side), side.answer) for pair, side in completions],
             "completion_ids": ids,
             "completion_mask": mask,

@@ -22,7 +22,7 @@ from ...algorithms.metrics import latest, weighted_mean
 from ...checks.run_checks import Checks
 from ...checks.sequence_check import check_pairs
 from ...data.reading.refs import MediaError, OverlongRow
-from ...data.rows.batches import BatchShape, DatasetRows, Row, RowBatch, seeded_order
+from ...data.rows.batches import BatchShape, DatasetRows, Row, seeded_order
 from ...data.rows.features import holds_files
 from ...data.rows.unread import lists_columns
 from ...encoding.concatenated import PART_LENGTHS
@@ -300,7 +300,6 @@ class CompletionTrainer(BaseTrainer):
 
     def _collate(self, rows: Sequence[EncodedRow], split: Literal["train", "eval"]) -> dict[str, Any]:
         batch = self.data_collator(rows)
-        batch["n_counted"] = rows.n_counted if isinstance(rows, RowBatch) else len(rows)
         name = f"{split}_dataset"
         model = self.data_collator.model
         stored = [encoded.stored for encoded in rows]

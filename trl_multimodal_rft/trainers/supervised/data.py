@@ -63,6 +63,7 @@ class SupervisedCollator(RowCollator[MultimodalSFTConfig]):
         labels = [sequence.input_ids.masked_fill(~sequence.learned, -100) for sequence in sequences]
         return {
             "sequences": sequences,
+            "n_counted": getattr(rows, "n_counted", len(rows)),
             "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
             "plain": lambda load, i: self._plain_outputs(stored[i], load()),
         }
