@@ -40,9 +40,10 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
             os.environ.pop(ERROR_FOLDER_VARIABLE, None)
         files = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
         was_killed = exit_code < 0 and exit_code != -signal.SIGINT and not Path(folder, str(rank)).exists()
-        *note, message = files[0].read_text(encoding="utf-8").split("\n") if files else [""]
+        text = files[0].read_text(encoding="utf-8") if files else ""
+    note, _, message = text.rpartition("\n")
     if note:
-        print(f"\n{note[0]}", flush=True)
+        print(f"\n{note}", flush=True)
     if message and not was_killed and not shows_traceback:
         raise ValueError(message)
     if was_killed:
@@ -52,9 +53,7 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _launch_and_wait(words: Sequence[str]) -> tuple[int, int]:
-    """
-    Returns the exit code, and the rank of the process with that code. Hides messages of accelerate and torch.
-    """
+    """Returns the exit code, and the rank of the process with that code. Hides messages of accelerate and torch."""
     import psutil
 
     logging.disable(logging.ERROR)
