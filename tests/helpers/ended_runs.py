@@ -186,11 +186,11 @@ def away() -> None:
     raise Away("it is away")
 
 
-def full() -> None:
+def full(*args, **kwargs) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def no_memory(*args) -> None:
+def no_memory(*args, **kwargs) -> None:
     raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
 
 
