@@ -56,8 +56,8 @@ def _restore(generators: dict[str, Any]) -> None:
 
 def owes_evaluation(state: TrainerState) -> bool:
     """Returns whether the run that saved the state ended in the evaluation after its last step."""
-    control: Any = state.stateful_callbacks.get("TrainerControl", {})
-    return control.get("args", {}).get("should_evaluate", False)
+    states: Any = state.stateful_callbacks  # a file's, by the name of the class
+    return states.get("TrainerControl", {}).get("args", {}).get("should_evaluate", False)
 
 
 def _copied(value: Any) -> Any:
