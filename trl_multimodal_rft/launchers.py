@@ -1,14 +1,22 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Launched processes end with their launcher: the kernel sends them a signal when it is gone."""
+"""Launched processes end with their launcher, and soon after an error of another process."""
 
 import os
 import platform
 import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 
 # Environment variable with the host and the process id of the command that launches processes
 _LAUNCHED_BY = "TRL_MULTIMODAL_RFT_LAUNCHED_BY"
+
+# Environment variable with the folder in which each process that an error ends leaves a file with its last lines. The
+# command shows those of the first one.
+ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
+_GRACE = 5.0  # seconds after an error of another process, in which this one may end by itself
 
 # Programs and Python modules that start processes and wait for them
 _LAUNCHERS = {
@@ -42,6 +50,43 @@ def end_with_launcher() -> None:
         _prctl_pr_set_pdeathsig(signal.SIGTERM)
     if Path("/proc/self").exists() and not all(map(_is_running, launchers)):
         signal.raise_signal(signal.SIGTERM)
+
+
+def error_file() -> Path | None:
+    """Returns the file for the last lines of this process, if a command has launched it."""
+    folder = os.environ.get(ERROR_FOLDER_VARIABLE)
+    return None if folder is None else Path(folder, os.environ.get("RANK", "0"))
+
+
+def another_failed() -> bool:
+    """Returns whether an error has ended another process of this machine, and none this one."""
+    file = error_file()
+    return file is not None and not file.exists() and any(file.parent.glob("*"))
+
+
+def end_with_others() -> None:
+    """
+    Ends this process soon after an error of another one. It may wait for that one in a collective, where no signal
+    reaches it.
+    """
+
+    def watch() -> None:
+        while not another_failed():
+            time.sleep(0.5)
+        time.sleep(_GRACE)
+        os._exit(1)
+
+    if error_file() is not None and os.environ.get("WORLD_SIZE", "1") != "1":
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def end_without_teardown() -> None:
+    """After an error of any process, ends this one without the teardown of all modules, which takes seconds."""
+    file = error_file()
+    if file is not None and any(file.parent.glob("*")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _is_launcher(process_id: int) -> bool:

@@ -32,6 +32,7 @@ DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer."
 # Parameters, in order, of the methods of transformers and of TRL that all trainers override
 _OF_TRANSFORMERS = {
     "_load_from_checkpoint": "self resume_from_checkpoint model",
+    "_load_rng_state": "self checkpoint",
     "_load_best_model": "self",
     "_init_training_state": (
         "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"
@@ -117,6 +118,7 @@ CALLED = {
     SFT + "_get_eval_sampler": "self eval_dataset /",
     "transformers:Trainer._get_output_dir": "self trial /",
     "transformers:Trainer._determine_best_metric": "self metrics trial /",
+    "transformers:Trainer._evaluate": "self trial ignore_keys_for_eval /",
     "transformers:Trainer._prepare_inputs": "self inputs /",
     # Functions that write and push a checkpoint
     "transformers:Trainer._save_optimizer_and_scheduler": "self output_dir /",

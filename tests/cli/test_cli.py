@@ -39,7 +39,10 @@ from helpers.trainer_utils import saved
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer, MultimodalPPOTrainer, cli, data
+from trl_multimodal_rft.algorithms.critic import ptx_loss
+from trl_multimodal_rft.checks.engine_check import EngineCheck
 from trl_multimodal_rft.cli import COMMANDS, main, options, parsers, preflight
+from trl_multimodal_rft.cli.errors import input_error
 from trl_multimodal_rft.cli.options import FIRST_OPTIONS, GROUPS, table
 from trl_multimodal_rft.cli.preflight import check_batch, check_functions, process_count
 from trl_multimodal_rft.families import family_of
@@ -357,6 +360,33 @@ def on_one_rank(completions, **kwargs):
     import os
 
     return [{"0": 1.0}[os.environ["RANK"]] for _ in completions]
+
+
+calls = []
+
+
+def slow_on_the_other(completions, **kwargs):
+    import os, time
+
+    calls.append(time.time())
+    if len(calls) == 3 and os.environ["RANK"] == "0":
+        time.sleep(100)
+    elif len(calls) == 3:
+        open("raised", "w").write(str(calls[-1]))
+        raise TimeoutError("no answer")
+    return length(completions)
+
+
+def full(completions, **kwargs):
+    import torch
+
+    def step(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("Memory is full.\\nA second line")
+
+    calls.append(1)
+    if len(calls) == 3:
+        torch.optim.AdamW.step = step
+    return length(completions)
 """
 
 
@@ -456,6 +486,40 @@ def test_error_of_one_of_two_processes_is_not_followed_by_the_other_s(tmp_path):
     assert run.returncode == 1 and run.stderr.count("Traceback") == 1, run.stderr
     last = run.stderr.splitlines()[-1]
     assert last.startswith("trl-multimodal-rft grpo: error: The reward function 'on_one_rank' raised KeyError for row")
+
+
+@pytest.mark.gate
+def test_a_process_that_waits_ends_soon_after_the_error_of_another(tmp_path):
+    """Torch's launcher would kill it after 30 seconds."""
+    more = ["--prompt", "{question}", "--reward_funcs", "mine.slow_on_the_other", "--save_steps", "1"]
+    run = launched(2, tmp_path, *more)
+    assert time.time() - float((tmp_path / "raised").read_text()) < 25
+    last = run.stderr.splitlines()[-1]
+    assert "'slow_on_the_other' raised TimeoutError" in last and last.endswith("(`--debug` shows the traceback)")
+    told = "Ended by an error after step 2; the last checkpoint is out/checkpoint-2. Resume with: trl-multimodal-rft "
+    assert run.stdout.splitlines()[-1].startswith(f"{told}grpo --config out/run.yaml")
+    assert run.returncode == 1 and "saves a checkpoint" not in run.stderr
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("more", [[], ["--debug"]])
+def test_the_last_lines_after_an_unknown_error_are_how_far_the_run_came(more, tmp_path):
+    options = ["--prompt", "{question}", "--reward_funcs", "mine.full", "--save_steps", "1", "--optim", "adamw_torch"]
+    run = launched(1, tmp_path, *options, *more)
+    assert run.returncode == 1 and run.stderr.count("Traceback") == 1 and "OutOfMemoryError" in run.stderr
+    assert run.stdout.splitlines()[-1].startswith("Ended by an error after step 2; the last checkpoint is out/checkp")
+    line = "trl-multimodal-rft grpo: error: OutOfMemoryError: Memory is full."
+    assert (run.stderr.splitlines()[-1] == line) == (not more)
+
+
+def test_errors_that_the_package_explains_are_lines():
+    """That of a self-check, unlike one of torch in the package's code."""
+    with pytest.raises(RuntimeError) as explained:
+        EngineCheck._check_difference(argparse.Namespace(tolerance=1.0), (2.0, 3.0), 1.0, "now", "why")
+    assert input_error(explained.value).startswith("self-check: the engine's log-probabilities differ by 2e+00")
+    with pytest.raises(RuntimeError, match="size of tensor") as of_torch:
+        ptx_loss(torch.ones(2, 3), torch.ones(2, 4))
+    assert input_error(of_torch.value) is None
 
 
 def by_accelerate(command, n_processes):

@@ -4,6 +4,7 @@
 import logging
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import forked
+from helpers.ended_runs import full, no_memory
 from helpers.folders import TESTS
 from helpers.processes import python_command, python_environment
 from helpers.resumed_runs import equal
@@ -30,8 +32,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 import trl_multimodal_rft
 from trl_multimodal_rft import MultimodalPPOTrainer
+from trl_multimodal_rft.extras.remote import RemoteReward
 from trl_multimodal_rft.lightrft.trainer.optimizers import TwoOptimizers
 from trl_multimodal_rft.models import Critic
+from trl_multimodal_rft.reporting.console import CompactLogCallback
 from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
@@ -201,20 +205,53 @@ def test_signals_end_a_run_with_a_checkpoint(number, straight, tmp_path):
     assert_equal(end, prepared(tmp_path, estimator, resume_from_checkpoint=True)())
 
 
-def test_an_error_names_the_last_checkpoint_and_saves_no_half_of_a_rollout(tmp_path):
+def judge_away(patch):
+    raise TimeoutError("the judge is away")
+
+
+def judge_gone(patch):
+    """The server has closed."""
+    patch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/reward"
+    RemoteReward(url, timeout=0.5, patience=1)(prompts=["a"], completions=["b"])
+
+
+def memory_full(patch):
+    patch.setattr(torch.nn.Embedding, "forward", no_memory)
+
+
+def half_updated(patch):
+    """Schedules have replaced `step`, which calls this method at its end."""
+    patch.setattr(torch.optim.Optimizer, "_optimizer_step_code", no_memory)
+
+
+def callback_away(patch):
+    patch.setattr(CompactLogCallback, "on_step_end", no_memory)
+
+
+def disk_full(patch):
+    patch.setattr(CompactLogCallback, "on_log", full)
+
+
+@pytest.mark.parametrize("end", [judge_away, judge_gone, memory_full, half_updated, callback_away, disk_full])
+def test_an_error_names_the_last_checkpoint_and_saves_no_half_of_a_rollout(end, straight, tmp_path, monkeypatch):
     calls = []
+    estimator, _, expected = straight
+    with monkeypatch.context() as patch:
 
-    def reward(completion_ids, **columns):
-        calls.append(completion_ids)
-        if len(calls) == 4:
-            raise TimeoutError("the judge is away")
-        return length_and_sum(completion_ids)
+        def reward(completion_ids, **columns):
+            calls.append(completion_ids)
+            if len(calls) == 4:
+                end(patch)
+            return length_and_sum(completion_ids)
 
-    with pytest.raises(Exception, match="the judge is away") as raised:
-        prepared(tmp_path, "group_norm", reward, save_steps=4)()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+        with pytest.raises((RuntimeError, OSError)) as raised:
+            prepared(tmp_path, estimator, reward, save_steps=4)()
+    assert len(calls) == 4 and [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     (note,) = raised.value.__notes__
     assert note == f"The last checkpoint is {tmp_path / 'checkpoint-4'}; `resume_from_checkpoint=True` resumes it."
+    assert_equal(expected, prepared(tmp_path, estimator, resume_from_checkpoint=True)())
 
 
 def without_states(path):

@@ -1,19 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Input errors, which a command shows in one line."""
+"""Errors that end a command: input errors are shown in one line, and how far a run came stands in the last lines."""
 
-import os
 import re
 import sys
-from pathlib import Path
+import traceback
 
 from ..credentials import masked
+from ..launchers import another_failed, error_file
 from ..printable import printable
 from ..rewards.failures import RewardError
 from ..versions import unfit_packages
-
-
-# Environment variable with the folder for input errors of launched processes. The command shows the first error.
-ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
 
 
 def one_line(text: str) -> str:
@@ -22,7 +18,8 @@ def one_line(text: str) -> str:
 
 
 # Packages whose errors explain wrong input
-_CHECKING_PACKAGES = {"trl_multimodal_rft", "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
+_PACKAGE = __name__.partition(".")[0]
+_CHECKING_PACKAGES = {_PACKAGE, "trl", "transformers", "huggingface_hub", "datasets", "accelerate", "peft"}
 
 
 def input_error(error: BaseException) -> str | None:
@@ -32,8 +29,6 @@ def input_error(error: BaseException) -> str | None:
     unfit = unfit_packages(error)
     if unfit is not None:
         return unfit
-    if not isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
-        return None
     # The package that raised the error, directly or by a call of the standard library
     raising_package = ""
     frame = error.__traceback__
@@ -41,21 +36,47 @@ def input_error(error: BaseException) -> str | None:
         package = str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         raising_package = raising_package if package in sys.stdlib_module_names else package
         frame = frame.tb_next
-    return masked(one_line(str(error))) if raising_package in _CHECKING_PACKAGES else None
+    if isinstance(error, (ValueError, ImportError, OSError, FloatingPointError)):
+        explains = raising_package in _CHECKING_PACKAGES
+    elif isinstance(error, (RuntimeError, TypeError)) and raising_package == _PACKAGE:
+        # As the error of a self-check, unlike one that a call of torch raises
+        explains = (traceback.extract_tb(error.__traceback__)[-1].line or "").startswith("raise ")
+    else:
+        explains = False
+    return masked(one_line(str(error))) if explains else None
 
 
-def write_input_error(error: BaseException) -> None:
+def write_end(error: BaseException, note: str) -> bool:
     """
-    Writes an input error of a launched process to the folder in `ERROR_FOLDER_VARIABLE`, where the command reads it.
-    For an error of a reward function, also prints the traceback of the user's code. Raises other errors, unless
-    another process has written its input error and ended: then this process has only lost its connection.
+    Writes how far a run came before an error to the file of this process, which the command reads. Returns whether
+    there is a command. Does nothing after an error of another process, from which this one has lost its connection.
     """
-    text = input_error(error)
-    folder = os.environ.get(ERROR_FOLDER_VARIABLE)
-    if text is None and folder is not None and isinstance(error, RuntimeError) and any(Path(folder).iterdir()):
+    file = error_file()
+    if file is not None and not _follows_another(error):
+        file.write_text(f"{one_line(note)}\n", encoding="utf-8")
+    return file is not None
+
+
+def write_error(error: BaseException, shows_traceback: bool) -> None:
+    """
+    Writes the line of an error to the file of this process, and prints the traceback: that of an input error on
+    request, that of a reward function's error with the user's code alone. Does nothing where [`write_end`] does not.
+    """
+    file = error_file()
+    if _follows_another(error):
         return
-    if text is None or folder is None:
-        raise error
-    if isinstance(error, RewardError):
-        print(masked(error.user_traceback()), file=sys.stderr)
-    Path(folder, os.environ.get("RANK", "0")).write_text(text, encoding="utf-8")
+    text = None if shows_traceback or file is None else input_error(error)
+    if text is None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    else:
+        if isinstance(error, RewardError):
+            print(masked(error.user_traceback()), file=sys.stderr)
+        text += " (`--debug` shows the traceback)"
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(masked(one_line(text)))
+
+
+def _follows_another(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and another_failed()

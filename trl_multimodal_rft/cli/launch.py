@@ -13,8 +13,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from types import FrameType
 
-from ..launchers import name_launcher
-from .errors import ERROR_FOLDER_VARIABLE
+from ..launchers import ERROR_FOLDER_VARIABLE, name_launcher
 from .options import TRACEBACK, config_path
 from .preflight import check_run
 
@@ -31,25 +30,30 @@ def run(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
     launch = {option: value for option, value in getattr(args, "launch", {}).items() if value is not False}
     words += [f"--{option}" if value is True else f"--{option}={value}" for option, value in launch.items()]
     words += ["--module", "trl_multimodal_rft.cli.launched", name, *argv]
+    shows_traceback = getattr(args, TRACEBACK, False)  # which `--config` may ask for
+    words += ["--debug"] * (shows_traceback and "--debug" not in argv)
     with tempfile.TemporaryDirectory() as folder:
-        # Launched processes write their input errors to this folder, except with `--debug`
-        if not getattr(args, TRACEBACK, False):
-            os.environ[ERROR_FOLDER_VARIABLE] = folder
+        os.environ[ERROR_FOLDER_VARIABLE] = folder
         try:
-            exit_code = _launch_and_wait(words)
+            exit_code, rank = _launch_and_wait(words)
         finally:
             os.environ.pop(ERROR_FOLDER_VARIABLE, None)
-        messages = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).iterdir())]
-    if messages:
-        raise ValueError(f"{messages[0]} (`--debug` shows the traceback)")
-    if exit_code < 0 and exit_code != -signal.SIGINT:
+        files = sorted(Path(folder).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        was_killed = exit_code < 0 and exit_code != -signal.SIGINT and not Path(folder, str(rank)).exists()
+        text = files[0].read_text(encoding="utf-8") if files else ""
+    note, _, message = text.rpartition("\n")
+    if note:
+        print(f"\n{note}", flush=True)
+    if message and not was_killed and not shows_traceback:
+        raise ValueError(message)
+    if was_killed:
         cause = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
         raise ValueError(f"A process was killed by {signal.Signals(-exit_code).name}{cause}.")
     sys.exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
-def _launch_and_wait(words: Sequence[str]) -> int:
-    """Hides messages of accelerate and torch."""
+def _launch_and_wait(words: Sequence[str]) -> tuple[int, int]:
+    """Returns the exit code, and the rank of the process with that code. Hides messages of accelerate and torch."""
     import psutil
 
     logging.disable(logging.ERROR)
@@ -75,14 +79,15 @@ def _launch_and_wait(words: Sequence[str]) -> int:
             signal.signal(signum, wait_for_processes)
     try:
         _run_accelerate(words)
-        return 0
+        return 0, 0
     except CalledProcessError as error:
-        return 128 + received[0] if received else error.returncode
+        return 128 + received[0] if received else error.returncode, 0
     except Exception as error:  # torch's `ChildFailedError` and `SignalException`, without importing torch
         if hasattr(error, "failures"):
-            return next(iter(error.failures.values())).exitcode
+            rank, failure = next(iter(error.failures.items()))  # the first one
+            return failure.exitcode, rank
         if hasattr(error, "sigval"):
-            return 128 + error.sigval
+            return 128 + error.sigval, 0
         raise
     finally:
         for signum, handler in handlers.items():

@@ -1,16 +1,19 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Entry point for `accelerate launch`: runs the script of a command with its arguments."""
 
+import atexit
 import importlib
 import sys
 
-from ..launchers import end_with_launcher
+from ..launchers import end_with_launcher, end_with_others, end_without_teardown
 from ..lazy import uncollected_imports
-from .errors import write_input_error
+from .errors import write_error
 from .foreign import hide_lines
 
 
 if __name__ == "__main__":
+    atexit.register(end_without_teardown)  # before all others, so that it runs after them
+    end_with_others()
     try:
         with uncollected_imports():
             end_with_launcher()
@@ -21,5 +24,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        write_input_error(error)
+        write_error(error, shows_traceback="--debug" in sys.argv)
         sys.exit(1)

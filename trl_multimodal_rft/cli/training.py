@@ -28,6 +28,7 @@ from ..trainers.preference.dpo_config import MultimodalDPOConfig
 from ..trainers.preference.kto_config import MultimodalKTOConfig
 from ..trainers.preference.reward_config import MultimodalRewardConfig
 from .arguments import RFTScriptArguments, RunArguments
+from .errors import write_end
 from .inputs import trainer_inputs
 from .run_file import FILE_NAME, write_run_file
 
@@ -120,9 +121,11 @@ def script_run(script_args: RunArguments, training_args: TrainerConfig) -> Itera
             raise
         PartialState().print(f"\nInterrupted {end_note(script_args, training_args, script_args.state)}")
         sys.exit(130)
-    except Exception:
+    except Exception as error:
         if script_args.state is not None and script_args.state.global_step > 0:
-            PartialState().print(f"\nEnded by an error {end_note(script_args, training_args, script_args.state)}")
+            note = f"Ended by an error {end_note(script_args, training_args, script_args.state)}"
+            if not write_end(error, note):
+                PartialState().print(f"\n{note}")
         raise
     if script_args.state is not None and not script_args.disable_compact_log:
         PartialState().print("\n".join(next_command_lines(script_args, training_args, script_args.state)))

@@ -64,7 +64,14 @@ CASES = {
     "replay, dynamic sampling": image_case({**REPLAY, "reward": few_live, "max_steps": 10}, [6], ["replay/frac"]),
     "one completion of a prompt": audio_case({"num_generations": 1, "max_steps": 6}, [3], n_rows=17),
     "synchronised reference": image_case(
-        {"kl_target": None, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}, [3]
+        {
+            "kl_target": None,
+            "kl_horizon": 10000,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "ref_model_mixup_alpha": 0.5,
+        },
+        [3],
     ),
     "high entropies, divergence in the loss": audio_case(
         {"top_entropy_quantile": 0.4, "entropy_source": "current", "kl_estimator": "k2"}, [5]

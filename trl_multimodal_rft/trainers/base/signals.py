@@ -14,6 +14,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ...launchers import another_failed
 from ...reporting.events import EventPart
 
 
@@ -101,6 +102,8 @@ class EndOnSignal(TrainerCallback):
         parent_id = os.getppid()
 
         def handle(signum: int, frame: FrameType | None):
+            if signum == signal.SIGTERM and another_failed():  # no step ends any more
+                sys.exit(1)
             # At a second Ctrl-C, torch's launcher sends SIGTERM. The kernel does, too, when a launcher ends at Ctrl-C
             if signum == signal.SIGTERM and self._has_interrupt and os.getppid() == parent_id:
                 signal.signal(signum, handlers[signum])

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 
 from ...algorithms.metrics import average
 from ...checks.run_checks import Checks
@@ -44,7 +44,7 @@ from ..checkpoints.checkpoints import Checkpoints
 from ..checkpoints.files import PARTIAL, export_state, load_unsharded, save_without_weights
 from ..checkpoints.lock import holding_lock
 from ..checkpoints.shards import saving_whole_weights, writes_shards
-from ..checkpoints.whole_step import WholeSteps
+from ..checkpoints.whole_step import WholeSteps, owes_evaluation
 from .argument_checks import check_keywords
 from .finite import check_weights, skip_broken_update
 from .logs import LoggedTrainer
@@ -223,11 +223,18 @@ class BaseTrainer(LoggedTrainer):
         self._whole_steps.begin_step(self.state)
         return super().get_batch_samples(*args, **kwargs)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if owes_evaluation(self.state) and self.args.eval_strategy != IntervalStrategy.NO:
+            self._determine_best_metric(self._evaluate(None, None), trial=None)
+
     def _save_last_step(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.control.should_log or self._globalstep_last_logged == self.state.global_step:
+            self._metrics["train"].clear()  # an error after the step, in its log or before, keeps TRL from it
         save = partial(self._save_checkpoint, self.model, trial=None)
-        self._whole_steps.save_last(error, self.state, self.args, save)
+        self._whole_steps.save_last(error, self.args, self.state, self.control, save)
 
     def _tell_callbacks_of_error(
         self, error: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None

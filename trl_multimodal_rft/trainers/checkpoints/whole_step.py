@@ -31,19 +31,33 @@ class WholeStep:
     @classmethod
     def of(cls, state: TrainerState, rollouts: dict[str, Any]) -> "WholeStep":
         """Returns the state between two steps. Tensors aren't copied, since no step changes them in place."""
-        generators = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-        if torch.accelerator.is_available():
-            generators["device"] = torch.get_device_module().get_rng_state()
-        return cls(state.global_step, state.num_input_tokens_seen, _copied(rollouts), generators)
+        return cls(state.global_step, state.num_input_tokens_seen, _copied(rollouts), _generators())
 
     def restore(self, state: TrainerState) -> None:
         """Restores what `Trainer` saves itself."""
         state.num_input_tokens_seen = self.n_tokens
-        random.setstate(self.generators["python"])
-        np.random.set_state(self.generators["numpy"])
-        torch.set_rng_state(self.generators["cpu"])
-        if "device" in self.generators:
-            torch.get_device_module().set_rng_state(self.generators["device"])
+        _restore(self.generators)
+
+
+def _generators() -> dict[str, Any]:
+    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        generators["device"] = torch.get_device_module().get_rng_state()
+    return generators
+
+
+def _restore(generators: dict[str, Any]) -> None:
+    random.setstate(generators["python"])
+    np.random.set_state(generators["numpy"])
+    torch.set_rng_state(generators["cpu"])
+    if "device" in generators:
+        torch.get_device_module().set_rng_state(generators["device"])
+
+
+def owes_evaluation(state: TrainerState) -> bool:
+    """Returns whether the run that saved the state ended in the evaluation after its last step."""
+    states: Any = state.stateful_callbacks  # a file's, by the name of the class
+    return states.get("TrainerControl", {}).get("args", {}).get("should_evaluate", False)
 
 
 def _copied(value: Any) -> Any:
@@ -71,6 +85,7 @@ class WholeSteps(TrainerCallback):
         self._can_save = False  # whether an error in this run may be followed by a checkpoint
         self._before: WholeStep | None = None  # the current step
         self._lost: WholeStep | None = None  # before the step that an error ended
+        self._updated_generators: dict[str, Any] = {}  # after the last update, before an evaluation that may sample
         self._begun = -1  # the last step that `begin_step` has begun; LightRFT's `fit` saves between rollouts alone
         self._updated = -1  # step whose update has begun, after which an error leaves weights half updated
         self._last_checkpoint: Path | None = None  # that the run saved, or from which it resumed
@@ -105,6 +120,12 @@ class WholeSteps(TrainerCallback):
     ):
         self._updated = state.global_step
 
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart
+    ):
+        if self._can_save:
+            self._updated_generators = _generators()
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: EventPart):
         self._last_checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
@@ -113,7 +134,12 @@ class WholeSteps(TrainerCallback):
         return self._rollout_state() if self._lost is None else self._lost.rollouts
 
     def save_last(
-        self, error: BaseException | None, state: TrainerState, args: TrainingArguments, save: Callable[[], None]
+        self,
+        error: BaseException | None,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        save: Callable[[], None],
     ) -> None:
         """
         Lets `save` save the last whole step of a run that an error ended, and adds a note with the last checkpoint to
@@ -129,6 +155,8 @@ class WholeSteps(TrainerCallback):
             if self._before is not None and self._before.n_steps == step:
                 self._lost = self._before
                 self._lost.restore(state)
+            elif control.should_evaluate and self._updated_generators:
+                _restore(self._updated_generators)  # a resumed run evaluates first
             try:
                 save()
                 self._last_checkpoint = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{step}")
