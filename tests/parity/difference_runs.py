@@ -358,8 +358,8 @@ def train(trainer: str, case: Case, ours: bool, leaves_out: bool = False) -> Res
 # Metrics of TRL that count something that differs by design
 NOT_COMPARED = ("total_flos", "epoch_time")
 TOLERANCE = 1e-4
-# Over several micro-batches, TRL logs the mean of their values, and this package what sums and counts give: see "Not by
-# an option" of the page. `test_trl_parity.py` compares these of single micro-batches
+# Over several micro-batches, TRL logs the mean of their values, and this package what sums and counts give: see "Not
+# by an option" of the page. `test_trl_parity.py` compares these of single micro-batches
 SUMS = re.compile(
     r"(eval_)?(entropy|mean_token_accuracy|kl|clip_ratio/.*|logits/.*|reward_std|rewards/.*/std|min_reward|max_reward"
     r"|completions/(mean_terminated|min|max).*)|eval_loss"
