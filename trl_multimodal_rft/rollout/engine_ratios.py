@@ -94,5 +94,6 @@ def engine_metrics(parts: Sequence[Rollout], args: Any) -> dict[str, Metric]:
         low = args.vllm_importance_sampling_clip_min or 0.0
         high = args.vllm_importance_sampling_clip_max or math.inf
         # Ratios out of bounds were set to the bound or to 0, so ratios strictly between the bounds were kept
-        metrics[f"{prefix}/kept_frac"] = nan_mean(((loss_ratios > low) & (loss_ratios < high)).float())
+        is_kept = (loss_ratios > low) & (loss_ratios < high)
+        metrics |= {"sampling/importance_sampling_ratio/kept_frac": nan_mean(is_kept.float())}
     return metrics

@@ -231,8 +231,10 @@ class BaseTrainer(LoggedTrainer):
     def _save_last_step(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.control.should_log or self._globalstep_last_logged == self.state.global_step:
-            self._metrics["train"].clear()  # an error after the step, in its log or before, keeps TRL from it
+        last_logged = getattr(self, "_globalstep_last_logged", None)  # `None` before the first step
+        if self.control.should_log or last_logged == self.state.global_step:
+            self._metric_log.pop("train")  # an error after the step, in its log or before, keeps TRL from it
+            self._metrics["train"].clear()
         save = partial(self._save_checkpoint, self.model, trial=None)
         self._whole_steps.save_last(error, self.args, self.state, self.control, save)
 

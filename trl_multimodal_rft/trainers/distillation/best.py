@@ -65,8 +65,8 @@ def choose_best(prompting: Prompting, rollout: Rollout, rewards: Rewards, min_re
 def _log(context: Context, totals: list[float], texts: list[str | None]) -> None:
     numbers = torch.tensor([[reward, float(text is not None)] for reward, text in zip(totals, texts, strict=True)])
     numbers = context.accelerator.gather(numbers.to(context.accelerator.device))
-    columns = zip(("reward", "teacher/taught_frac"), numbers.unbind(1), strict=True)
-    context.metrics.add({name: nan_mean(values, is_of_all_ranks=True) for name, values in columns})
+    metrics = {"reward": numbers[:, 0], "teacher/taught_frac": numbers[:, 1]}
+    context.metrics.add({name: nan_mean(values, is_of_all_ranks=True) for name, values in metrics.items()})
 
 
 def prompts_with(
