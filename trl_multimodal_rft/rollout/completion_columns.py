@@ -104,11 +104,10 @@ def with_completions(
     if drawn.logps is not None:
         rows = [[torch.nan if logp is None else logp for logp in row] for row in drawn.logps]
         sampling_logps = right_pad(rows, 0.0, pad_to_multiple_of).to(device)
-    n_counted = prompted.source.n_counted
-    if n_counted is not None and n_counted < len(ids):  # an evaluation's, which another rank counts
-        is_own = torch.arange(len(ids)) < n_counted
-        mask = mask * is_own[:, None]
-        lengths = lengths * is_own
+    is_counted = torch.ones(len(ids), dtype=torch.long)
+    is_counted[prompted.n_counted :] = 0  # in evaluation, another rank counts these
+    mask = mask * is_counted[:, None]
+    lengths = lengths * is_counted
     if mask_truncated:
         mask = mask * has_ended[:, None]
         sampled = None if sampled is None else sampled * has_ended[:, None].to(device)
@@ -126,11 +125,9 @@ def with_completions(
     )
     prompt_lengths = torch.tensor([sum(map(len, prompt.contexts)) for prompt in rollout.prompts])
     n_loss_tokens = rollout.loss_mask.sum(1).cpu()
-    table = torch.stack([prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
+    table = torch.stack([is_counted, prompt_lengths, lengths, has_ended.long(), n_loss_tokens], dim=1).to(device)
     table = accelerator.gather(table).cpu()
-    if n_counted is not None:
-        table = table[table[:, 1] > 0]
-    prompt_lengths, lengths, has_ended, n_loss_tokens = table.unbind(1)
+    _, prompt_lengths, lengths, has_ended, n_loss_tokens = table[table[:, 0] == 1].unbind(1)
     metrics = {"completions/clipped_ratio": nan_mean(1 - has_ended.float(), is_of_all_ranks=True)}
     for infix, values in (("", lengths), ("terminated_", lengths[has_ended == 1])):
         metrics[f"completions/mean_{infix}length"] = share(values.sum(), len(values), is_of_all_ranks=True)

@@ -80,7 +80,7 @@ class Source(_Part):
     failures: list[Exception | None] = field(default_factory=list)  # errors that ended environments, or `None`
     whole_groups: bool = True  # whether each group is on a single rank
     batch_index: int | None = None  # index of the batch in the run, if it comes from the training loader
-    n_counted: int | None = None  # number of the first completions that repeat no other rank's, by default of all
+    n_counted: int | None = None  # see [`Prompted.n_counted`]
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
@@ -194,6 +194,12 @@ class Prompted(_Part):
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def n_counted(self) -> int:
+        """Number of the first completions that metrics count. Others repeat another rank's in an evaluation."""
+        n_counted = self.source.n_counted
+        return len(self) if n_counted is None else min(n_counted, len(self))
+
     def select(self, indices: Sequence[int]) -> Self:
         """
         Returns the completions at batch indices. A tensor or list with as many entries as completions has one entry
@@ -225,7 +231,7 @@ class Rollout(Prompted):
     completion_ids: torch.Tensor = field(metadata={"fill": None})  # (N, C), padded on the right with `pad_token_id`
     # (N, C), 0 on padding, and on truncated completions that are masked
     completion_mask: torch.Tensor = field(metadata={"fill": 0})
-    n_sampled: MethodTensor = None  # (N,), sampled tokens, also of masked completions, 0 if another rank counts them
+    n_sampled: MethodTensor = None  # (N,), sampled tokens, also those of completions that are masked
     num_items_in_batch: MethodTensor = None  # (), tokens in the loss over all ranks; `None` without a loss
     packed: bool = False  # whether completions share a forward of their prompt
     tool_mask: MethodTensor = _per_token(1)  # (N, C), 0 on results of tools; None if every token was sampled
@@ -303,7 +309,7 @@ class Rollout(Prompted):
 
     def for_loss(self) -> "Rollout":
         """Returns a copy without the fields that only rewards, logs and checks read."""
-        return replace(self, source=Source())
+        return replace(self, source=Source(n_counted=self.source.n_counted))
 
     def micro_batches(self, n: int) -> list["Rollout"]:
         """Returns `n` parts of equal size, in order."""

@@ -399,7 +399,7 @@ class MultimodalGRPOTrainer(MultimodalTrainer, GRPOTrainer):
         return output
 
     def _weight(self, inputs: Rollout) -> torch.Tensor | float:
-        return self._policy_loss.weight(inputs.loss_mask[inputs.n_sampled > 0], self._normalizer(inputs))
+        return self._policy_loss.weight(inputs.loss_mask[: inputs.n_counted], self._normalizer(inputs))
 
     @property
     def _uses_every_score(self) -> bool:

@@ -33,8 +33,7 @@ class Rewarding:
         accelerator = self.context.accelerator
         rewards = self._call(rollout)
         by_turn = rewards_by_turn(rewards, rollout.source.sampled_turns)
-        if rollout.source.n_counted is not None:
-            by_turn[rollout.source.n_counted :] = torch.nan
+        by_turn[rollout.n_counted :] = torch.nan
         # `(B, F, 1 + turns)` for `F` functions: rewards of completions, then of turns, so that one call gathers both
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = accelerator.gather(stacked.to(accelerator.device))

@@ -79,10 +79,11 @@ class RolloutLog:
         context = self.rewarding.context
         names = self.rewarding.functions.names
         advantages = estimates.advantages
-        is_own = slice(None)
-        if not context.is_training:
-            is_own = context.accelerator.gather(rollout.n_sampled > 0)
-        context.metrics.add(reward_metrics(per_func[is_own], names, rewards[is_own], estimates.is_std_zero[is_own]))
+        counted = torch.arange(len(rollout)) < rollout.n_counted
+        is_counted = context.accelerator.gather(counted.to(per_func.device))
+        context.metrics.add(
+            reward_metrics(per_func[is_counted], names, rewards[is_counted], estimates.is_std_zero[is_counted])
+        )
         if rollout.source.from_view is not None:
             context.metrics.add(
                 view_metrics(rewards, context.accelerator.gather(rollout.source.from_view), context.group_size)
@@ -138,7 +139,7 @@ class RolloutLog:
             self.tables["extra"][column].extend(gather_object(self.extra_logs.get(column, [None] * len(rollout))))
         self.extra_logs.clear()
         for name in sorted(set(gather_object(list(self.pending_metrics)))):
-            values: list[float] = [] if rollout.source.n_counted == 0 else self.pending_metrics.get(name, [])
+            values: list[float] = [] if rollout.n_counted == 0 else self.pending_metrics.get(name, [])
             sums = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
             self.rewarding.context.metrics.add({name: share(*sums, is_of_all_ranks=True)})
         self.pending_metrics.clear()

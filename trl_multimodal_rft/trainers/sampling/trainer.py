@@ -504,7 +504,7 @@ class MultimodalTrainer(BaseTrainer):
 
     def _weight(self, inputs: Rollout) -> torch.Tensor | float:
         """Returns the number of completions, or of tokens, over which the loss of a micro-batch is a mean."""
-        return (inputs.n_sampled > 0).sum()
+        return inputs.n_counted
 
     def _score(self, model: nn.Module, rollout: Rollout, **options) -> Scores:
         """
