@@ -231,10 +231,8 @@ class BaseTrainer(LoggedTrainer):
     def _save_last_step(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        last_logged = getattr(self, "_globalstep_last_logged", None)  # `None` before the first step
-        if self.control.should_log or last_logged == self.state.global_step:
-            self._metric_log.pop("train")  # an error after the step, in its log or before, keeps TRL from it
-            self._metrics["train"].clear()
+        if self.control.should_log:  # the error is before the log of the step, so the next log must not have it
+            self._metric_log.pop("train")
         save = partial(self._save_checkpoint, self.model, trial=None)
         self._whole_steps.save_last(error, self.args, self.state, self.control, save)
 
