@@ -142,8 +142,17 @@ def test_a_checkpoint_holds_what_is_not_logged_yet():
     for log in (whole, resumed):
         log.add(more)
     assert whole.pop("train") == resumed.pop("train") == {"std": 3.0, "high": 2.0, "lr": pytest.approx(0.2)}
-    resumed.load_state_dict({"lr": [0.1, 0.2]})  # of an earlier version
-    assert resumed.pop("train") == {"lr": pytest.approx(0.15)}
+    resumed.add({"lr": average(9.0)})  # of a step that failed
+    resumed.load_state_dict({"lr": [0.1, 0.2], "std": [0.1]})  # of an earlier version
+    resumed.add({"std": deviation(torch.tensor([1.0, 3.0]), correction=0)})
+    assert resumed.pop("train") == {"lr": pytest.approx(0.15), "std": 1.0}
+
+
+def test_numbers_of_the_host_go_to_the_device_of_the_others():
+    devices = []
+    log = MetricLog(lambda: True, lambda numbers: devices.append(numbers.device.type))
+    log.add({"kl": weighted_mean(0.3, 2), "loss": weighted_mean(torch.zeros((), device="meta"), 2)})
+    assert devices == ["meta"]
 
 
 def test_each_kind_is_written():

@@ -1,12 +1,15 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Metrics have the name of their dataset, by which the best model is chosen and a run stops early."""
 
+import math
+
 import pytest
 from datasets import Dataset
 from helpers.trainer_utils import TRAINERS, make_trainer, text_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft.trainers.base.best_metric import check_best_metric, evaluation_metrics
 
 
 NEAR = [5.0, 9.0, 5.0, 5.0, 5.0, 5.0, 5.0]  # rewards by step: best at step 2
@@ -17,7 +20,7 @@ def rows(mark):
     return Dataset.from_list([{"prompt": [{"role": "user", "content": f"{mark} {i}"}]} for i in range(2)])
 
 
-def trainer_with(tmp_path, metric, eval_dataset, callbacks=(), kind="grpo", **options):
+def trainer_with(tmp_path, metric, eval_dataset, callbacks=(), kind="grpo", reward_funcs=None, **options):
     def reward(completion_ids, prompts, **kwargs):
         text = prompts[0][0]["content"]
         if text.startswith("near"):
@@ -36,7 +39,7 @@ def trainer_with(tmp_path, metric, eval_dataset, callbacks=(), kind="grpo", **op
         "qwen2_5_vl",
         dataset,
         tmp_path,
-        reward=reward if samples else None,
+        reward=(reward_funcs or reward) if samples else None,
         objects={"eval_dataset": eval_dataset, "callbacks": list(callbacks)},
         max_steps=7,
         eval_strategy="steps",
@@ -85,6 +88,24 @@ def test_a_name_that_no_evaluation_makes_is_an_error_before_the_first_step(metri
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_the_longest_name_of_a_dataset_counts():
+    names = evaluation_metrics("sft", [])
+    check_best_metric("eval_math_hard_loss", names, ["math", "math_hard"])
+    with pytest.raises(ValueError, match="Did you mean 'eval_math_hard_loss'"):
+        check_best_metric("eval_math_hard_los", names, ["math", "math_hard"])
+
+
+def test_an_evaluation_without_rewards_is_never_the_best(tmp_path):
+    def nothing(completion_ids, **kwargs):
+        return [None] * len(completion_ids)
+
+    trainer = trainer_with(tmp_path, "rewards/nothing/mean", rows("other"), reward_funcs=nothing)
+    trainer.train()
+    evaluations = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert trainer.state.best_metric == -math.inf and {entry["eval_reward"] for entry in evaluations} == {None}
+    assert math.isnan(trainer.evaluate()["eval_reward"])
 
 
 def test_metrics_of_others_choose_too(tmp_path):

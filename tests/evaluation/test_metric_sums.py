@@ -9,6 +9,8 @@ from helpers.samplers import PseudoRandom
 from helpers.trainer_utils import TRAINERS, load, make_trainer, moved, shifted
 from trainers.preference.test_reward_trainer import fresh
 
+from trl_multimodal_rft.data.rows.batches import EvalBatches
+
 
 N_ROWS = 7
 ANSWERS = ["A cat.", "blue", "Two birds sing in a tree.", "No", "red", "7", "There is a dog here, and a bird"]
@@ -223,3 +225,32 @@ def test_metrics_are_sums_over_completions(kind, tmp_path):
         "completions/max_terminated_length": lengths[ended].max(),
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("n_rows", "size", "n_repeats", "n_ranks"), [(11, 2, 1, 4), (7, 1, 1, 4), (7, 4, 2, 2), (5, 1, 2, 2)]
+)
+def test_ranks_share_the_rows_of_an_evaluation(n_rows, size, n_repeats, n_ranks, drop_last, whole):
+    """Each row counts once, ranks have batches of equal sizes, and accelerate knows what counts of the last ones."""
+    options = {"n_rows": n_rows, "drop_last": drop_last, "whole": whole}
+    ranks = [
+        EvalBatches(lambda: range(n_rows), list, size, n_repeats, (n_ranks, rank), **options)
+        for rank in range(n_ranks)
+    ]
+    batches = [[*rank] for rank in ranks]
+    steps = [*zip(*batches, strict=True)]
+    assert {len(rank) for rank in ranks} == {len(steps)}
+    counted = []
+    for step in steps:
+        assert len({len(batch) for batch in step}) == 1 and len(step[0]) <= size
+        assert not whole or len(step[0]) == size
+        for batch in step:
+            counted += batch.keys[: batch.n_counted]
+    n_kept = n_rows - n_rows % (size * n_ranks // n_repeats) if drop_last else n_rows
+    assert sorted(counted) == sorted([*range(n_kept)] * n_repeats)
+    last = sum(batch.n_counted for batch in steps[-1])
+    total = size * ranks[0].num_processes
+    n_repeated = sum(map(len, steps[-1])) - last
+    assert ranks[0].n_left % total == (last if n_repeated else 0)

@@ -190,7 +190,9 @@ class MetricLog:
         names.
         """
         numbers = [metric.numbers.float() for metric in metrics.values() if not metric.is_of_all_ranks]
-        gathered = self._gather(torch.cat(numbers)[None]) if numbers else None
+        # Numbers of the host go to the device of the others
+        device = next((values.device for values in numbers if values.device.type != "cpu"), None)
+        gathered = self._gather(torch.cat([values.to(device) for values in numbers])[None]) if numbers else None
         self._pending.append((mode or self.mode, dict(metrics), gathered))
 
     def read(self) -> None:
@@ -206,7 +208,8 @@ class MetricLog:
             for name, metric in metrics.items():
                 rows = metric.numbers.cpu().double()[None] if metric.is_of_all_ranks else next(local_rows)
                 earlier = self._joined[mode].get(name)
-                if earlier is not None:
+                # A checkpoint of an earlier version has other kinds
+                if earlier is not None and earlier.kind == metric.kind:
                     rows = torch.cat([earlier.numbers[None], rows])
                 self._joined[mode][name] = replace(metric, numbers=KINDS[metric.kind].join(rows))
 
@@ -232,6 +235,8 @@ class MetricLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores metrics of a checkpoint. Those of an earlier version are lists of numbers."""
+        self._pending = []  # of a step that failed before, in the same process
+        self._joined["train"] = {}
         for name, saved in state.items():
             if isinstance(saved, list):
                 saved = _stacked(sum(saved), len(saved)), "mean", False

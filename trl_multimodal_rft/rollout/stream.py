@@ -213,12 +213,14 @@ class RowStream:
     ) -> DataLoader:
         """
         Returns a loader of [`RowBatch`]es to evaluate. If rows may be skipped, all rows are first read once, to find
-        the rows to leave out. `sampler` orders the row indices of a dataset, and `shuffle` the rows of a stream.
+        the rows to leave out. `sampler` orders the row indices of a dataset, and `shuffle` the rows of a stream. For
+        the option `whole`, see [`EvalBatches`].
         """
         args = self._args
         accelerator = self._accelerator
         size = self._args.eval_batch_size
         ranks = accelerator.num_processes, accelerator.process_index
+        whole = options.pop("whole", False)
         options["collate_fn"] = options.get("collate_fn", _unchanged)
         if isinstance(dataset, IterableDataset):
             stream = undecoded(dataset)
@@ -238,15 +240,9 @@ class RowStream:
         order = sampler(row_indices)
         if order is None:  # of transformers with several ranks
             order = range(n_rows)
-        batches = EvalBatches(
-            lambda: [row_indices[key] for key in order][::completions],
-            read_batch,
-            size,
-            completions,
-            ranks,
-            n_rows,
-            args.dataloader_drop_last,
-        )
+        ordered: Callable = lambda: [row_indices[key] for key in order][::completions]  # noqa: E731
+        shape_of_last = n_rows, args.dataloader_drop_last, whole
+        batches = EvalBatches(ordered, read_batch, size, completions, ranks, *shape_of_last)
         # accelerate takes this number as that of the last batch, and leaves out repeated rows of predictions
         loaded: Any = _Unindexed(n_rows)
         loaded.total_dataset_length = batches.n_left

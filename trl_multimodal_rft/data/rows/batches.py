@@ -292,7 +292,8 @@ class EvalBatches:
 
     Ranks get batches of equal sizes. The last rows are shared among the ranks in smaller batches. If there are fewer
     rows than ranks, some ranks get a row again, which isn't their own. For example, seven rows on two ranks in batches
-    of two are the batches [0, 1], [4], [6] of rank 0, and [2, 3], [5], and [6] again of rank 1.
+    of two are the batches [0, 1], [4], [6] of rank 0, and [2, 3], [5], and [0] again of rank 1. With `whole`, all
+    batches have `size` items, as in training.
     """
 
     def __init__(
@@ -304,8 +305,10 @@ class EvalBatches:
         ranks: tuple[int, int],
         n_rows: int | None = None,
         drop_last: bool = False,
+        whole: bool = False,
     ):
         self.batch_size = size
+        self.num_processes = ranks[0]  # by which accelerate multiplies the batch size
         self._rows = rows
         self._read = read
         self._n_repeats = n_repeats
@@ -316,20 +319,25 @@ class EvalBatches:
         # stay on one rank if they fit into its batch
         self._step = max(size * self._n_ranks // n_repeats, 1)
         self._unit = self._n_ranks if size % n_repeats == 0 else self._n_ranks // math.gcd(self._n_ranks, n_repeats)
+        if whole:
+            self._unit = self._step
 
     def __iter__(self) -> Iterator[RowBatch]:
         rows = iter(self._rows())
+        first_rows: list[Any] = []
         for chunk in iter(lambda: list(islice(rows, self._step)), []):
+            first_rows = first_rows or chunk
             if len(chunk) == self._step:
-                yield self._batch(chunk)
+                yield self._batch(chunk, first_rows)
             elif not self._drop_last:
                 n_even = len(chunk) - len(chunk) % self._unit
                 for part in filter(None, (chunk[:n_even], chunk[n_even:])):
-                    yield self._batch(part)
+                    yield self._batch(part, first_rows)
 
-    def _batch(self, rows: list[Any]) -> RowBatch:
+    def _batch(self, rows: list[Any], first_rows: list[Any]) -> RowBatch:
         n_shared = -(-len(rows) // self._unit) * self._unit
-        keys = [*chain.from_iterable(repeat(row, self._n_repeats) for row in islice(cycle(rows), n_shared))]
+        shared = islice(chain(rows, cycle(first_rows)), n_shared)
+        keys = [*chain.from_iterable(repeat(row, self._n_repeats) for row in shared)]
         size = len(keys) // self._n_ranks
         n_counted = min(max(len(rows) * self._n_repeats - self._rank * size, 0), size)
         return RowBatch(keys[self._rank * size : (self._rank + 1) * size], self._read, n_counted=n_counted)
@@ -337,7 +345,7 @@ class EvalBatches:
     @property
     def n_left(self) -> int:
         """Number of items of all ranks' last batch that aren't repeated, 0 if none are."""
-        n_last = (self._n_rows or 0) % self._step
+        n_last = 0 if self._drop_last else (self._n_rows or 0) % self._step
         return n_last % self._unit * self._n_repeats
 
     def __len__(self) -> int:

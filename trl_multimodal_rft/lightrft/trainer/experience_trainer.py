@@ -475,7 +475,9 @@ class ExperienceTrainer(MultimodalPPOTrainer):
 
     def _pop_mean_metrics(self) -> dict[str, float]:
         """Returns and clears the means of micro-batches' metrics since the last call, by LightRFT's names."""
-        status = self._metric_log.pop("train")
+        status = {name: mean(values) for name, values in self._metrics["train"].items()}  # of TRL
+        status |= self._metric_log.pop("train")
+        self._metrics["train"].clear()
         status.pop("value_learning_rate", None)  # the same as `critic_lr`
         if "value_loss" in status:
             status["critic_loss"] = status.pop("value_loss")

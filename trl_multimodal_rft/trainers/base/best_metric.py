@@ -45,7 +45,7 @@ def check_best_metric(metric: str, names: set[str], datasets: Sequence[str]) -> 
     name = metric.removeprefix("eval_")
     prefix = ""
     if datasets:
-        dataset = next((dataset for dataset in datasets if name.startswith(f"{dataset}_")), None)
+        dataset = max((dataset for dataset in datasets if name.startswith(f"{dataset}_")), key=len, default=None)
         if dataset is None:
             raise ValueError(
                 f"`metric_for_best_model` is {metric!r}, but metrics have the name of their dataset in "
@@ -75,5 +75,11 @@ def makes_other_metrics(
         is_known = kind.__module__.startswith(("transformers.", f"{_PACKAGE}.reporting."))
         if kind.on_evaluate is not TrainerCallback.on_evaluate and not is_known:
             return True
-    plain_functions = (function for function in functions if inspect.isfunction(function))
-    return any("log_metric" in inspect.signature(function).parameters for function in plain_functions)
+    return any(map(_takes_log_metric, functions))
+
+
+def _takes_log_metric(function: Any) -> bool:
+    try:
+        return "log_metric" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # the name of a reward model, or a function of C
+        return False

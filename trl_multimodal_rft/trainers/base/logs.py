@@ -67,8 +67,18 @@ class LoggedTrainer(Trainer):
         """
         mode = self._metric_log.mode
         for name, value in self._metric_log.pop(mode).items():
-            self._metrics[mode][name] = [value]  # TRL logs the mean of this list
+            if not self._metrics[mode].get(name):  # a subclass may have its own
+                self._metrics[mode][name] = [value]  # TRL logs the mean of this list
+        # NaN is `None` in logs of evaluations, as in TRL's GRPO, but for a loss. Evaluations return it
+        written: Any = logs
+        nan = []
+        for name, value in logs.items():
+            is_metric = mode == "eval" and isinstance(value, float) and not name.endswith("_loss")
+            if is_metric and math.isnan(value):
+                nan.append(name)
+        written.update(dict.fromkeys(nan))
         super().log(logs, start_time)
+        written.update(dict.fromkeys(nan, math.nan))
 
     def prediction_step(self, *args, **kwargs):
         outputs = super().prediction_step(*args, **kwargs)
@@ -94,15 +104,14 @@ class LoggedTrainer(Trainer):
         is a mean over what the loss in training is a mean over. Names of metrics begin with `metric_key_prefix`.
         """
         kwargs["metric_key_prefix"] = metric_key_prefix
-        output: Any = super().evaluation_loop(dataloader, description, *args, **kwargs)
-        values = self._metric_log.pop("eval")
-        added = self._metrics["eval"]  # by a subclass, as in TRL
-        values |= {name: sum(numbers) / len(numbers) for name, numbers in added.items() if numbers}
-        added.clear()
-        output.metrics.update({f"{metric_key_prefix}_{name}": _number(value) for name, value in values.items()})
+        try:
+            output: Any = super().evaluation_loop(dataloader, description, *args, **kwargs)
+        finally:
+            values = self._metric_log.pop("eval")  # also of an evaluation that an error ends
+            added = {name: list(numbers) for name, numbers in self._metrics["eval"].items()}  # by a subclass
+            self._metrics["eval"].clear()
+        for name, numbers in added.items():
+            valid = [number for number in numbers if not math.isnan(number)]
+            values[name] = sum(valid) / len(valid) if valid else math.nan
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in values.items()})
         return output
-
-
-def _number(value: float) -> float | None:
-    """Returns `None` for NaN, as TRL logs it."""
-    return None if math.isnan(value) else value

@@ -226,7 +226,8 @@ class BaseTrainer(LoggedTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if owes_evaluation(self.state) and self.args.eval_strategy != IntervalStrategy.NO:
-            self._determine_best_metric(self._evaluate(None, None), trial=None)
+            if self._determine_best_metric(self._evaluate(None, None), trial=None):
+                self.state.best_model_checkpoint = checkpoint
 
     def _save_last_step(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -328,6 +329,7 @@ class BaseTrainer(LoggedTrainer):
     def _rollout_state(self) -> dict[str, Any]:
         return {
             "metrics": self._metric_log.state_dict(),
+            "metrics_of_trl": {name: list(numbers) for name, numbers in self._metrics["train"].items()},
             **self.checks.state_dict(),
             "checked": self._checked_settings(),  # settings of the self-check's measurements
             "n_skipped": self._n_skipped,
@@ -336,6 +338,8 @@ class BaseTrainer(LoggedTrainer):
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._metric_log.load_state_dict(state["metrics"])
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state.get("metrics_of_trl", {}))  # earlier checkpoints have none
         if state["checked"] == self._checked_settings():  # with other settings, the self-check runs anew
             self.checks.load_state_dict(state)
         self._n_skipped = state["n_skipped"]

@@ -101,7 +101,7 @@ class PreferenceTrainer(CompletionTrainer):
                 "when FSDP or DeepSpeed hasn't sharded it yet; drop the option."
             )
         with replaced(self.args, per_device_eval_batch_size=batch_size):
-            self.train_dataset = self._with_reference_columns(self.train_dataset)
+            self.train_dataset = self._with_reference_columns(self.train_dataset, whole=True)
         with replaced(self.args, per_device_eval_batch_size=eval_batch_size or self.args.per_device_eval_batch_size):
             self.eval_dataset = map_splits(self.eval_dataset, self._with_reference_columns)
         self.ref_model = None
@@ -144,13 +144,13 @@ class PreferenceTrainer(CompletionTrainer):
         logps = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
         return dict(zip(self.data_collator.reference_columns, logps, strict=False))
 
-    def _with_reference_columns(self, dataset: Rows) -> Dataset:
-        """Skipped rows get NaN, and -1 as an index."""
+    def _with_reference_columns(self, dataset: Rows, whole: bool = False) -> Dataset:
+        """Skipped rows get NaN, and -1 as an index. With `whole`, batches are those of training."""
         _check_no_stream(dataset)
         assert isinstance(dataset, Dataset)
         batch_columns: list[dict[str, torch.Tensor]] = []
         with evaluation_mode(self.model):
-            for batch in self.get_eval_dataloader(dataset):
+            for batch in self._eval_loader(dataset, is_argument=True, whole=whole):
                 columns = self._score_reference(self._prepare_inputs(batch))
                 batch_columns.append(
                     {name: self.accelerator.gather_for_metrics(columns[name]).cpu() for name in columns}
@@ -188,10 +188,10 @@ class PreferenceTrainer(CompletionTrainer):
             )
         return inputs | self._score_reference(inputs)
 
-    def _eval_loader(self, dataset: Dataset | IterableDataset, is_argument: bool) -> DataLoader:
+    def _eval_loader(self, dataset: Dataset | IterableDataset, is_argument: bool, whole: bool = False) -> DataLoader:
         if self.precompute_ref_logps:
             _check_no_stream(dataset)
-        return super()._eval_loader(dataset, is_argument)
+        return super()._eval_loader(dataset, is_argument, whole)
 
     # Update
 
@@ -245,7 +245,7 @@ class PreferenceTrainer(CompletionTrainer):
         interval = self.args.media_contribution_steps
         is_training = self.model.training
         n = len(inputs["sequences"])
-        has_measured = self._metric_log.has("media/contribution")
+        has_measured = not is_training and interval and self._metric_log.has("media/contribution")
         is_unmeasured = step != self._contribution_step if is_training else not has_measured
         if not interval or not is_unmeasured or (is_training and not is_due(interval, step, 1)):
             return

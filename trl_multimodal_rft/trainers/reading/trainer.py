@@ -214,7 +214,7 @@ class CompletionTrainer(BaseTrainer):
             collate_fn=partial(self._collate, split="train"),
         )
 
-    def _eval_loader(self, dataset: Any, is_argument: bool) -> DataLoader:
+    def _eval_loader(self, dataset: Any, is_argument: bool, whole: bool = False) -> DataLoader:
         dataset = self._token_columns.source(dataset)
         if is_argument:  # passed to `evaluate`, so the constructor hasn't prepared it
             is_new = self._stream.is_new(dataset)
@@ -227,7 +227,7 @@ class CompletionTrainer(BaseTrainer):
             if is_new:
                 self._check_held_out(dataset)
         collate = partial(self._collate, split="eval")
-        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, collate_fn=collate)
+        return self._stream.eval_loader(dataset, 1, self._get_eval_sampler, whole=whole, collate_fn=collate)
 
     def _check_held_out(self, dataset: EvalRows) -> None:
         datasets = {"eval_dataset": dataset}
@@ -240,15 +240,14 @@ class CompletionTrainer(BaseTrainer):
     ) -> Any:
         if self._needs_plain_rows or (return_outputs and not self._keeps_outputs):
             rows = self._plain_rows(inputs)
-            n_learned = (rows["labels"][:, 1:] != -100).sum()
-            self._loss_weight = n_learned if self.compute_loss_func is None else None
+            n_counted = inputs["n_counted"]
+            n_learned = (rows["labels"][:n_counted, 1:] != -100).sum()
+            self._loss_weight = n_learned if self.compute_loss_func is None else n_counted
             with self._metrics_of_trl() as means:
                 loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
             weights = dict.fromkeys(("entropy", "mean_token_accuracy"), n_learned)
             n_tokens = latest(means.pop("num_tokens"))
-            metrics = {
-                name: weighted_mean(mean, weights.get(name, inputs["n_counted"])) for name, mean in means.items()
-            }
+            metrics = {name: weighted_mean(mean, weights.get(name, n_counted)) for name, mean in means.items()}
             self._metric_log.add({"num_tokens": n_tokens, **metrics})
             return loss
         if self.args.self_check and self.model.training:
