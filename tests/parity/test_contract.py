@@ -584,7 +584,7 @@ def test_pip_resolves_what_the_package_accepts(tmp_path, monkeypatch):
 def test_checkpoints_need_what_they_declare():
     """`BaseTrainer` reads attributes that it declares, or that transformers' `Trainer` or TRL's controller has."""
     names = set(re.findall(r"self\.(\w+)", inspect.getsource(BaseTrainer)))
-    names -= {*vars(BaseTrainer.__base__)}
+    names -= {*vars(BaseTrainer.__base__), *BaseTrainer.__base__.__annotations__}
     theirs = {*dir(Trainer), *re.findall(r"self\.(\w+)", inspect.getsource(Trainer))}
     of_trl = {"entropy_coef", "_last_world_entropy", "_get_grad_norm"}
     assert names - {*vars(BaseTrainer), *BaseTrainer.__annotations__} - theirs <= of_trl
