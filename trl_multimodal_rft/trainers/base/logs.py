@@ -77,7 +77,10 @@ class LoggedTrainer(Trainer):
             if is_metric and math.isnan(value):
                 nan.append(name)
         written.update(dict.fromkeys(nan))
-        super().log(logs, start_time)
+        try:
+            super().log(logs, start_time)
+        finally:
+            self._metrics[mode].clear()  # also if the log can't be written
         written.update(dict.fromkeys(nan, math.nan))
 
     def prediction_step(self, *args, **kwargs):

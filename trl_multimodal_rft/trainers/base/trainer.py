@@ -234,6 +234,7 @@ class BaseTrainer(LoggedTrainer):
     ) -> None:
         if self.control.should_log:  # the error is before the log of the step, so the next log must not have it
             self._metric_log.pop("train")
+            self._metrics["train"].clear()
         save = partial(self._save_checkpoint, self.model, trial=None)
         self._whole_steps.save_last(error, self.args, self.state, self.control, save)
 
