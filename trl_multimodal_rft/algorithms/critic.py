@@ -68,12 +68,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     Returns:
         `torch.Tensor`: A scalar, at most 1; `NaN` if the returns are equal or fewer than two tokens count.
     """
-    errors = (returns - values)[mask.bool()].double()
-    returns = returns[mask.bool()].double()
-    if len(returns) < 2:
-        return returns.new_tensor(torch.nan)
-    variance = returns.var(correction=0)
-    return torch.where(variance > 0, 1 - errors.var(correction=0) / variance, torch.nan)
+    valid = mask.bool()
+    return explained((returns - values)[valid], returns[valid]).value
 
 
 def critic_metrics(

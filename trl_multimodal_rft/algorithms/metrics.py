@@ -22,6 +22,11 @@ class Metric:
     is_of_all_ranks: bool = False  # whether `numbers` are those of all ranks already
     skips_nan: bool = False  # whether a value of NaN is left out of the log
 
+    @property
+    def value(self) -> torch.Tensor:
+        """The value of the numbers, a scalar."""
+        return KINDS[self.kind].value(self.numbers)
+
 
 def share(part: torch.Tensor | float, total: torch.Tensor | float, *, is_of_all_ranks: bool = False) -> Metric:
     """Returns the metric of a ratio of two scalars. It is 0 where the second is."""
@@ -218,7 +223,7 @@ class MetricLog:
         self.read()
         metrics = self._joined[mode]
         self._joined[mode] = {}
-        values = {name: KINDS[metric.kind].value(metric.numbers).item() for name, metric in metrics.items()}
+        values = {name: metric.value.item() for name, metric in metrics.items()}
         return {name: value for name, value in values.items() if not (metrics[name].skips_nan and math.isnan(value))}
 
     def has(self, name: str) -> bool:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 _PACKAGE = __name__.split(".")[0]
 
-# Of every evaluation, and of those by algorithm, beside names with a slash
+# Of all evaluations, and by algorithm. Other names with a slash depend on the options of a run
 _OF_ALL = "loss entropy num_tokens runtime samples_per_second steps_per_second model_preparation_time"
 _OF_REWARDS = "reward reward_std frac_reward_zero_std kl policy_loss aux_loss shaped_reward"
 _OF_PAIRS = "rewards/chosen rewards/rejected rewards/margins"
@@ -29,7 +29,10 @@ _NAMES = {
 
 
 def evaluation_metrics(algorithm: str, reward_names: Sequence[str]) -> set[str]:
-    """Returns the names, but for those with a slash, that evaluations make by a trainer's second tag."""
+    """
+    Returns the names of metrics that an evaluation makes by the algorithm, a trainer's second tag. With a slash, these
+    are only the names that begin with `rewards/`.
+    """
     names = {*_OF_ALL.split(), *_NAMES.get(algorithm, "").split()}
     for function in reward_names:
         names |= {f"rewards/{function}/mean", f"rewards/{function}/std"}
