@@ -1,13 +1,16 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Launched processes end with their launcher, and soon after an error of another process."""
 
+import json
 import os
 import platform
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 
 # Environment variable with the host and the process id of the command that launches processes
@@ -16,7 +19,10 @@ _LAUNCHED_BY = "TRL_MULTIMODAL_RFT_LAUNCHED_BY"
 # Environment variable with the folder in which each process that an error ends leaves a file with its last lines. The
 # command shows those of the first one.
 ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
+# Set by torch's launcher: the file from which it shows the error of this process, beside those of the other processes
+_TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _GRACE = 5.0  # seconds after an error of another process, in which this one may end by itself
+_WATCH = "trl_multimodal_rft.end_with_others"  # name of a thread
 
 # Programs and Python modules that start processes and wait for them
 _LAUNCHERS = {
@@ -60,8 +66,13 @@ def error_file() -> Path | None:
 
 def another_failed() -> bool:
     """Returns whether an error has ended another process of this machine, and none this one."""
-    file = error_file()
-    return file is not None and not file.exists() and any(file.parent.glob("*"))
+    own_file, files = _error_files()
+    return own_file is not None and not own_file.exists() and bool(files)
+
+
+def follows_another(error: BaseException) -> bool:
+    """Returns whether an error is that of a connection to a process that another error has ended."""
+    return isinstance(error, RuntimeError) and "out of memory" not in str(error) and another_failed()
 
 
 def end_with_others() -> None:
@@ -71,13 +82,54 @@ def end_with_others() -> None:
     """
 
     def watch() -> None:
-        while not another_failed():
+        while not another_failed() or any(map(_is_at_its_end, _error_files()[1])):
             time.sleep(0.5)
         time.sleep(_GRACE)
-        os._exit(1)
+        if another_failed():
+            os._exit(1)
 
-    if error_file() is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        threading.Thread(target=watch, daemon=True).start()
+    is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
+    if not is_watched and _error_files()[0] is not None and os.environ.get("WORLD_SIZE", "1") != "1":
+        threading.Thread(target=watch, name=_WATCH, daemon=True).start()
+
+
+def report_error(
+    kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    """
+    Reports the error of a run to torch's launcher, which shows it last, and to the other processes, which end without
+    a traceback. For [`contextlib.ExitStack.push`]. Does nothing within a command.
+    """
+    file = os.environ.get(_TORCH_ERROR_FILE)
+    if not isinstance(error, Exception) or file is None or error_file() is not None:
+        return
+    if follows_another(error):
+        sys.exit(1)
+    lines = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    facts = {"py_callstack": lines, "timestamp": str(int(time.time())), "process_id": os.getpid()}
+    unfinished = Path(f"{file}.unfinished")
+    unfinished.write_text(json.dumps({"message": {"message": lines, "extraInfo": facts}}), encoding="utf-8")
+    unfinished.replace(file)
+
+
+def _error_files() -> tuple[Path | None, list[Path]]:
+    """Returns the file of this process, if a launcher names one, and those that processes of this machine wrote."""
+    own_file = error_file()
+    if own_file is not None:
+        return own_file, list(own_file.parent.glob("*"))
+    name = os.environ.get(_TORCH_ERROR_FILE)
+    if name is None:
+        return None, []
+    own_file = Path(name)
+    return own_file, list(own_file.parents[1].glob(f"*/{own_file.name}"))
+
+
+def _is_at_its_end(file: Path) -> bool:
+    """Returns whether the script of a process still runs after its error, as it may save something."""
+    if error_file() is None:
+        with suppress(OSError, ValueError, KeyError):
+            return _is_running(json.loads(file.read_text(encoding="utf-8"))["message"]["extraInfo"]["process_id"])
+    return False
 
 
 def end_without_teardown() -> None:

@@ -2,12 +2,11 @@
 """
 A run of `ended_runs.py` in one of several processes: `ended_script.py <folder> <trainer> <end> <part>`.
 
-The part `ended` lets the last process end, and each process writes its error; `resumed` goes on from the last
+The part `ended` lets the last process end, which writes its error; `resumed` goes on from the last
 checkpoint, and `whole` is a run without an end. Both write the weights and the log history.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +32,7 @@ try:
 except Exception as error:
     told = {"step": trainer.state.global_step, "error": repr(error), "notes": getattr(error, "__notes__", [])}
     Path(folder, f"error-{state.process_index}.json").write_text(json.dumps(told))
-    os._exit(1)
+    raise
 if state.process_index == 0:
     torch.save((trainer.model.state_dict(), logged(trainer)), Path(folder, f"{part}.pt"))
 state.destroy_process_group()

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from ..credentials import masked
-from ..launchers import another_failed, error_file
+from ..launchers import error_file, follows_another
 from ..printable import printable
 from ..rewards.failures import RewardError
 from ..versions import unfit_packages
@@ -52,7 +52,7 @@ def write_end(error: BaseException, note: str) -> bool:
     there is a command. Does nothing after an error of another process, from which this one has lost its connection.
     """
     file = error_file()
-    if file is not None and not _follows_another(error):
+    if file is not None and not follows_another(error):
         file.write_text(f"{one_line(note)}\n", encoding="utf-8")
     return file is not None
 
@@ -63,7 +63,7 @@ def write_error(error: BaseException, shows_traceback: bool) -> None:
     request, that of a reward function's error with the user's code alone. Does nothing where [`write_end`] does not.
     """
     file = error_file()
-    if _follows_another(error):
+    if follows_another(error):
         return
     text = None if shows_traceback or file is None else input_error(error)
     if text is None:
@@ -76,7 +76,3 @@ def write_error(error: BaseException, shows_traceback: bool) -> None:
     if file is not None:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(masked(one_line(text)))
-
-
-def _follows_another(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and another_failed()

@@ -281,8 +281,11 @@ def uninterrupted_of_two(tmp_path_factory):
 )
 def test_two_processes_go_on_from_the_last_checkpoint(name, end, uninterrupted_of_two, tmp_path):
     ended = run_of_two(tmp_path, name, end, "ended")
-    assert ended.returncode == 1 and (tmp_path / "error-1.json").exists(), ended.stderr[-3000:]
+    files = [path.name for path in tmp_path.glob("error-*.json")]
+    assert ended.returncode == 1 and files == ["error-1.json"], ended.stderr[-3000:]
     told = json.loads((tmp_path / "error-1.json").read_text())
+    last_lines = ended.stderr.rpartition("Root Cause")[2]  # of torch's launcher
+    assert told["notes"][0] in last_lines and "rank      : 1" in last_lines
     last = told["step"] - told["step"] % SAVED
     folders = {path.name: path for path in (tmp_path / "run").iterdir() if path.is_dir()}
     assert f"The last checkpoint is {folders[f'checkpoint-{last}']};" in told["notes"][0]

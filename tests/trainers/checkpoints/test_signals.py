@@ -26,6 +26,7 @@ from helpers.trainer_utils import image_rows, make_trainer
 from transformers import TrainerCallback
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, launchers
+from trl_multimodal_rft.trainers.base import trainer as trainer_module
 from trl_multimodal_rft.trainers.checkpoints.manifest import verify_checkpoint
 
 
@@ -319,3 +320,40 @@ def test_it_does_not_end_with_a_shell(monkeypatch):
     monkeypatch.setattr(launchers, "_is_launcher", lambda process_id: True)
     with pytest.raises(pytest.fail.Exception, match="with a shell"):
         launchers.end_with_launcher()
+
+
+WAITS = """
+import sys
+from trl_multimodal_rft import launchers
+launchers._GRACE = 0.5
+launchers.end_with_others()
+print("waits", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_no_signal_reaches_ends_after_one_that_failed(tmp_path, monkeypatch):
+    """Not before the script of that one has ended, which may save something after the error."""
+    files = [tmp_path / str(rank) / "error.json" for rank in range(2)]
+    for file in files:
+        file.parent.mkdir()
+    failed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    more = {"TORCHELASTIC_ERROR_FILE": str(files[0]), "WORLD_SIZE": "2"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    waiting = subprocess.Popen([sys.executable, "-c", WAITS], env=python_environment(**more), **pipes)
+    assert waiting.stdout.readline() == b"waits\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: failed.pid)
+        launchers.report_error(ValueError, ValueError("no such file"), None)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=3)
+    failed.communicate(b"\n")
+    assert waiting.wait(timeout=PATIENCE) == 1
+
+
+def test_a_trainer_watches_for_errors_of_others(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(trainer_module, "end_with_others", lambda: calls.append("watches"))
+    make(tmp_path, 1)
+    assert calls == ["watches"]

@@ -26,7 +26,7 @@ from ...data.rows.batches import Row
 from ...data.rows.fingerprint import fingerprint
 from ...forward.scores import DeferredParts
 from ...forward.token_budget import backward_by_parts
-from ...launchers import end_with_launcher
+from ...launchers import end_with_launcher, end_with_others, report_error
 from ...models.critic import Critic, ValueHead, policy_alone
 from ...models.parts import fix_frozen_batch_norms, freeze, rates_of_parts
 from ...models.quantization import keep_differentiable
@@ -98,6 +98,7 @@ class BaseTrainer(LoggedTrainer):
     def __new__(cls, *args, **kwargs):
         check_keywords(cls, kwargs)
         end_with_launcher()  # also while the model loads
+        end_with_others()
         return super().__new__(cls)
 
     def __repr__(self) -> str:
@@ -184,6 +185,7 @@ class BaseTrainer(LoggedTrainer):
             `KeyboardInterrupt`: At Ctrl-C, SIGTERM or SIGHUP, after a checkpoint.
         """
         with ExitStack() as stack:
+            stack.push(report_error)  # with the notes that the functions below add
             holder = stack.enter_context(holding_lock(self.args.output_dir)) if self.is_world_process_zero() else None
             (holder,) = broadcast_object_list([holder])
             if holder is not None:
