@@ -130,7 +130,8 @@ def build(name: str, args: argparse.Namespace, folder: Path, processed: list[int
         kwargs = {"min_new_tokens": args.tokens}
     prompts = build_dataset(case, args.prompts, args.seed)
     # Prefetching would hide the media processing from the measurement
-    own = {"media_prefetch": 0} if config_class is MultimodalGRPOConfig else {}
+    # No completion ends early, which the self-check would refuse
+    own = {"media_prefetch": 0, "self_check": False} if config_class is MultimodalGRPOConfig else {}
     config = config_class(
         output_dir=str(folder / name),
         per_device_train_batch_size=args.prompts * args.group,

@@ -4,11 +4,11 @@
 import pytest
 import torch
 from helpers.compared import drop_masks, ignore_media, verdicts
-from helpers.trainer_utils import audio_rows, image_rows, saved, text_rows
+from helpers.trainer_utils import audio_rows, image_rows, load, saved, text_rows
 
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.extras import compare
-from trl_multimodal_rft.extras.compare import Run, Step, findings, relative_difference
+from trl_multimodal_rft.extras.compare import NOTHING_COMPARED, Run, Step, findings, relative_difference
 
 
 OPTIONS = ["--steps", "2", "--max_completion_length", "6"]
@@ -51,7 +51,8 @@ def test_an_ignored_picture_is_found(images, capsys, monkeypatch):
 def test_sounds_are_compared_with_padded_rows(tmp_path, capsys, monkeypatch):
     rows = audio_rows()
     monkeypatch.setattr("trl_multimodal_rft.cli.check.load_rows", lambda *_: rows)
-    main(["compare", "--model", str(saved("qwen2_audio")), "--dataset_name", "sounds", *OPTIONS])
+    with pytest.raises(SystemExit, match=str(NOTHING_COMPARED)):
+        main(["compare", "--model", str(saved("qwen2_audio")), "--dataset_name", "sounds", *OPTIONS])
     output = capsys.readouterr().out
     assert "TRL's trainer takes no audio and no video" in output and verdicts(output) == ["agree"] * 5
 
@@ -65,10 +66,15 @@ def test_options_of_media_hold_for_both_sides(tmp_path, capsys):
     rows = image_rows().remove_columns("image").add_column("image", names)
     rows.to_json(tmp_path / "rows.jsonl")
     words = ["compare", "--model", str(saved("qwen2_5_vl")), "--dataset_name", str(tmp_path / "rows.jsonl"), *OPTIONS]
-    main([*words, "--media_dir", str(tmp_path / "pictures"), "--max_pixels", "3136"])
+    words += ["--media_dir", str(tmp_path / "pictures")]
+    main(words)
     output = capsys.readouterr().out
-    assert "TRL's trainer has no `--media_dir`, `--max_pixels`: the baseline is ours with padded rows." in output
-    assert verdicts(output) == ["agree"] * 5
+    assert verdicts(output) == ["agree"] * 5 and "TRL 1." in output
+    with pytest.raises(SystemExit, match=str(NOTHING_COMPARED)):
+        main([*words, "--max_pixels", "3136"])
+    output = capsys.readouterr().out
+    assert "TRL's trainer has no `--max_pixels`: the baseline is ours with padded rows." in output
+    assert verdicts(output) == ["agree"] * 5 and "Nothing was compared with TRL's trainer." in output
 
 
 def test_rows_that_trl_fails_on_are_compared_with_padded_rows(images, capsys, monkeypatch):
@@ -76,8 +82,26 @@ def test_rows_that_trl_fails_on_are_compared_with_padded_rows(images, capsys, mo
         raise KeyError("pixels")
 
     monkeypatch.setattr(compare.WatchedTRL, "_generate_and_score_completions", fails)
-    main(images)
+    with pytest.raises(SystemExit, match=str(NOTHING_COMPARED)):
+        main(images)
     assert "TRL's trainer fails (KeyError: 'pixels'): the baseline is ours" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"), [(0.0, "no weight moved"), (1e4, "no completion was scored")], ids=["zero", "peaked"]
+)
+def test_runs_that_learn_nothing_are_not_compared(scale, reason, images, tmp_path, capsys):
+    """With zero weights no gradient reaches any; with large ones all completions of a prompt are equal."""
+    model, processor = load("qwen2_5_vl")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(scale if scale == 0 or "lm_head" in name or "embed_tokens" in name else 1)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    images[2] = str(tmp_path / "model")
+    with pytest.raises(SystemExit, match=str(NOTHING_COMPARED)):
+        main(images)
+    assert f"Nothing was compared: {reason}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -134,6 +158,19 @@ def test_findings(changes, differing):
     before = {"w": torch.tensor([1.0, 2.0])}
     found = findings(before, (made_up(), made_up(noise=3e-6), made_up(**changes)), torch.float32)
     assert [each.name for each in found if not each.agrees] == differing
+
+
+def test_a_later_nan_differs():
+    runs = [made_up(), made_up(noise=3e-6), made_up()]
+    for run in runs:
+        run.steps += made_up().steps
+    runs[2].steps[1].loss = float("nan")
+    runs[2].steps[1].logps[1][3] = float("nan")
+    found = findings({"w": torch.tensor([1.0, 2.0])}, runs, torch.float32)
+    assert [each.name.partition(",")[0] for each in found if not each.agrees] == [
+        "log-probability of a token",
+        "loss of a step",
+    ]
 
 
 def test_weights_are_compared_by_their_updates():

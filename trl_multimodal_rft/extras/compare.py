@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image, List
 from torch import nn
 from transformers import (
     PreTrainedModel,
@@ -41,7 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..checks.rounding import NOISE_FACTOR, exceeds_rounding, noise_of, perturbed_inputs, tolerance_of
 from ..cli.check import RowChecker, read_inputs
 from ..data.reading.refs import iter_refs
-from ..data.reading.rules import OPTION_NAMES
+from ..data.reading.rules import BUDGET_NAMES
 from ..data.rows.names import MEDIA_COLUMNS
 from ..encoding.prompts import EncodedPrompt, placeholder_token_ids
 from ..engines.samplers import Sampler
@@ -59,7 +59,8 @@ MIB = 2**20
 _SEED = 0
 _PADDED = "padded rows"
 # Options of ours that change what a model gets of a row
-_CHANGES_INPUT = (*OPTION_NAMES, "ignored_media_columns")
+_CHANGES_INPUT = (*BUDGET_NAMES, "ignored_media_columns")
+NOTHING_COMPARED = 3  # exit status
 
 
 # Records of a run
@@ -362,18 +363,29 @@ def _log_probabilities(runs: Sequence[Run]) -> torch.Tensor:
             if all(completion_logps is not None for completion_logps in logps):
                 for row, completion_logps in zip(rows, logps, strict=True):
                     row.append(completion_logps)
-    return torch.stack([torch.cat(row) for row in rows])
+    return torch.stack([torch.cat(row) if row else torch.zeros(0) for row in rows])
+
+
+def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return sum((weight.double() - other[name].double()).square().sum().item() for name, weight in one.items()) ** 0.5
 
 
 def relative_difference(
     before: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]
 ) -> float:
     """Returns the norm of the difference of two updates of weights, relative to the norm of the first."""
-    difference = update = 0.0
-    for name, weight in expected.items():
-        difference += (weight.double() - actual[name].double()).square().sum().item()
-        update += (weight.double() - before[name].double()).square().sum().item()
-    return (difference / update) ** 0.5 if update else float(difference > 0)
+    difference = _distance(expected, actual)
+    update = _distance(expected, before)
+    return difference / update if update else float(difference > 0)
+
+
+def lacks_comparison(before: dict[str, torch.Tensor], runs: Sequence[Run]) -> str | None:
+    """Returns why the numbers of runs would agree whatever the trainers compute, or `None`."""
+    if _log_probabilities(runs).numel() == 0:
+        return "no completion was scored, as where all completions of a prompt are equal, and so their rewards"
+    if all(_distance(run.weights, before) == 0 for run in runs):
+        return "no weight moved, as where all advantages or all gradients are 0"
+    return None
 
 
 def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.dtype) -> list[Finding]:
@@ -396,15 +408,17 @@ def findings(before: dict[str, torch.Tensor], runs: Sequence[Run], dtype: torch.
     logps = _log_probabilities(runs)
     differences = (logps[1:] - logps[0]).abs()
     by_rounding = differences[0].max().item()
-    agrees = not exceeds_rounding(differences[1], noise_of(logps[:2]), constant)
+    agrees = not (exceeds_rounding(differences[1], noise_of(logps[:2]), constant) or differences.isnan().any())
     results.append(Finding("log-probability of a token, largest", differences[1].max().item(), by_rounding, agrees))
 
     def compare(name: str, difference: float, rounding: float) -> None:
         results.append(Finding(name, difference, rounding, difference <= constant + NOISE_FACTOR * rounding))
 
     def largest(values: Callable[[Run], list[float]], other: Run, relative: bool) -> float:
-        pairs = zip(values(baseline), values(other), strict=True)
-        return max(abs(a - b) / (max(abs(a), 1e-30) if relative else 1.0) for a, b in pairs)
+        expected = torch.tensor(values(baseline), dtype=torch.float64)
+        differences = (expected - torch.tensor(values(other), dtype=torch.float64)).abs()
+        # Unlike Python's, torch's maximum is NaN where any number is
+        return (differences / expected.abs().clamp(min=1e-30) if relative else differences).max().item()
 
     def losses(run: Run) -> list[float]:
         return [step.loss for step in run.steps]
@@ -451,7 +465,24 @@ def _first_rows(
         if checked.error is not None:
             column = f" in column '{checked.error_column}'" if checked.error_column else ""
             raise ValueError(f"row {index} of {args.dataset_name!r} would not train{column}: {checked.error}")
-    return chosen
+    if args.media_dir is None:
+        return chosen
+    # TRL has no such option
+    resolved = Dataset.from_list([_from_folder(row, args.media_dir) for row in chosen])
+    for column, feature in (("image", Image()), ("images", List(Image()))):
+        if column in resolved.column_names:
+            resolved = resolved.cast_column(column, feature)
+    return resolved
+
+
+def _from_folder(value: Any, folder: str) -> Any:
+    """Returns a value of a row with names of files of a folder as absolute paths."""
+    if isinstance(value, dict):
+        return {key: _from_folder(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_folder(item, folder) for item in value]
+    path = Path(folder, value).absolute() if isinstance(value, str) and 0 < len(value) < 1000 else None
+    return str(path) if path is not None and path.is_file() else value
 
 
 def _reads_only_images(rows: Dataset) -> bool:
@@ -472,14 +503,17 @@ def _trl_obstacle(rows: Dataset, args: argparse.Namespace) -> str | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compares the trainers and prints a table. Exits with status 1 if they differ by more than rounding."""
+    """
+    Compares the trainers and prints a table. Exits with status 1 if they differ by more than rounding, and with
+    [`NOTHING_COMPARED`] if they agree because nothing trained, or if TRL's trainer didn't run.
+    """
     if args.steps < 1:
         raise ValueError(f"`--steps` must be at least 1, got {args.steps}.")
     rows, model, processor = read_inputs(args)
     rows = _first_rows(rows, args, model, processor)
     obstacle = _trl_obstacle(rows, args)
     name = "TRL" if obstacle is None else _PADDED
-    notes = [] if obstacle is None else [f"{obstacle}: the baseline is ours with padded rows."]
+    notes = []
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(args, rows, processor, folder)
         before = {key: weight.detach().cpu() for key, weight in comparison.load().named_parameters()}
@@ -492,15 +526,19 @@ def run(args: argparse.Namespace) -> None:
             if name == _PADDED:
                 raise
             reason = " ".join(str(error).split())[:200]
-            notes.append(
-                f"TRL's trainer fails ({type(error).__name__}: {reason}): the baseline is ours with padded rows."
-            )
+            obstacle = f"TRL's trainer fails ({type(error).__name__}: {reason})"
             name = _PADDED
             baseline = comparison.train(name)
         announce("measuring the rounding")
         rounded = comparison.train(name, baseline, rounds=True)
         announce("training with ours")
         ours = comparison.train("ours", baseline)
+    if obstacle is not None:
+        notes.append(f"{obstacle}: the baseline is ours with padded rows.")
+    reason = lacks_comparison(before, (baseline, rounded, ours))
+    if reason is not None:
+        print(*notes, f"Nothing was compared: {reason}.", sep="\n")
+        raise SystemExit(NOTHING_COMPARED)
     if [step.completions for step in ours.steps] != [step.completions for step in baseline.steps]:
         raise RuntimeError("The trainers trained on other completions than those that the baseline sampled.")
     results = findings(before, (baseline, rounded, ours), comparison.dtype)
@@ -523,4 +561,7 @@ def run(args: argparse.Namespace) -> None:
                 "With `--packing padded`, ours trains without sharing prompts, which tells whether that is the cause."
             )
         raise SystemExit(1)
+    if obstacle is not None:
+        print("\nOurs with and without shared prompts agree within rounding. Nothing was compared with TRL's trainer.")
+        raise SystemExit(NOTHING_COMPARED)
     print("\nThe trainers agree within rounding.")

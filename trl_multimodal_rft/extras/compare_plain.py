@@ -48,6 +48,7 @@ from ..reporting.console import CompactLogCallback
 from ..rollout.rollout import Rollout
 from ..trainers.grpo.config import MultimodalGRPOConfig
 from ..trainers.grpo.trainer import MultimodalGRPOTrainer
+from .compare import NOTHING_COMPARED
 
 
 if TYPE_CHECKING:
@@ -139,8 +140,13 @@ class Line:
     difference: float
     limit: float
 
+    @property
+    def agrees(self) -> bool:
+        """`False` for a difference of NaN, too."""
+        return self.difference <= self.limit
+
     def __str__(self) -> str:
-        verdict = "agree" if self.difference <= self.limit else "DIFFER"
+        verdict = "agree" if self.agrees else "DIFFER"
         return f"{self.name:44}{self.ours:>14.6g}{self.plain:>14.6g}{self.difference:>12.2g}  {verdict}"
 
 
@@ -465,7 +471,7 @@ class PlainComparison:
         lines = [f"{'':44}{'run':>14}{'plain':>14}{'difference':>12}"]
         for i, update in enumerate(self.updates):
             lines += [f"update {i + 1}", *map(str, update)]
-        if not any(update[-1].plain for update in self.updates):
+        if self.lacks_comparison:
             verdict = "No update has a gradient, so that nothing was compared; name rewards that differ in a group."
         elif self.differs:
             verdict = f"The run and the plain step DIFFER by more than {self.limit:.0e}."
@@ -474,10 +480,14 @@ class PlainComparison:
         return "\n".join([*lines, "", verdict])
 
     @property
+    def lacks_comparison(self) -> bool:
+        """`True` if no update has a gradient."""
+        return not any(update[-1].plain for update in self.updates)
+
+    @property
     def differs(self) -> bool:
-        """`True` if a quantity differs, or if no update has a gradient to compare."""
-        has_gradient = any(update[-1].plain for update in self.updates)
-        return not has_gradient or any(line.difference > self.limit for line in itertools.chain(*self.updates))
+        """`True` if a quantity differs."""
+        return not all(line.agrees for line in itertools.chain(*self.updates))
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:
@@ -485,7 +495,10 @@ def _norm(gradients: dict[str, torch.Tensor]) -> float:
 
 
 def run(words: Sequence[str]) -> None:
-    """Runs `compare --plain` with the words after `compare`. Exits with status 1 if an update differs."""
+    """
+    Runs `compare --plain` with the words after `compare`. Exits with status 1 if an update differs, and with
+    [`NOTHING_COMPARED`] if none has a gradient.
+    """
     parser = Parser("trl-multimodal-rft compare", add_help=False)
     parser.add_argument("--plain", choices=[*_TAKEN], required=True)
     parser.add_argument("--steps", type=int, default=2)
@@ -512,5 +525,7 @@ def run(words: Sequence[str]) -> None:
             comparison.train(chosen.steps)
     print(f"{model_args.model_name_or_path} on {script_args.dataset_name}: {chosen.plain}, {trainer.args.device}")
     print(comparison.report())
+    if comparison.lacks_comparison:
+        raise SystemExit(NOTHING_COMPARED)
     if comparison.differs:
         raise SystemExit(1)
