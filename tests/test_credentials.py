@@ -1,21 +1,40 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Passwords, tokens and keys stay out of all that a run writes and prints."""
 
+import copy
+import io
 import json
+import logging
+import pickle
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from helpers.trainer_utils import image_rows, make_trainer, saved
+from transformers import AutoConfig, PreTrainedModel
 
 import trl_multimodal_rft
+from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.run_file import write_run_file
-from trl_multimodal_rft.credentials import is_secret, masked, masked_words, without_secrets
+from trl_multimodal_rft.credentials import (
+    Secret,
+    is_secret,
+    masked,
+    masked_words,
+    revealed,
+    secured,
+    without_secrets,
+)
 from trl_multimodal_rft.engines.vllm_requests import RequestLost, answer_of
 from trl_multimodal_rft.evaluation import EvaluationResult
 from trl_multimodal_rft.extras.openenv import Session
+from trl_multimodal_rft.printable import Foreign
 from trl_multimodal_rft.reporting.model_card import in_code
 from trl_multimodal_rft.rollout.environments import EnvironmentFailure
+from trl_multimodal_rft.trainers.base.argument_checks import mapping
 
 
 PASSWORD = "hunter2"
@@ -169,3 +188,93 @@ def test_words_of_commands():
 def test_doors(door, tmp_path, capsys):
     written = door(tmp_path, capsys)
     assert written and PASSWORD not in written
+
+
+# Values by type
+
+
+def forms(value) -> list[str]:
+    """Returns what is printed, logged, pickled and serialized of a value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    record = logging.LogRecord("a", 20, "a.py", 1, "%s %r", (value, value), None)
+    texts = [str(value), repr(value), f"{value}", record.getMessage(), yaml.dump(value)]
+    return [*texts, json.dumps(value, default=str), *map(repr, (pickle.dumps(value), file.getvalue()))]
+
+
+@pytest.mark.parametrize("text", [PASSWORD, f"http://bob:{PASSWORD}@host:9/v1?x=1"])
+def test_a_secret_shows_in_no_form(text):
+    secret = Secret(text)
+    holder = {"token": secret, "more": [secret, {"a": (secret,)}]}
+    for value in (secret, holder, copy.copy(holder), copy.deepcopy(holder), secured(text, "token")):
+        assert all(PASSWORD not in form for form in forms(value))
+    assert revealed(copy.deepcopy(secret)) == revealed(copy.copy(secret)) == revealed(secret) == text
+    assert pickle.loads(pickle.dumps(secret)) == "***" and type(pickle.loads(pickle.dumps(secret))) is str
+
+
+def test_only_secrets_are_replaced():
+    options = {"dtype": "float32", "revision": "main", "nested": {"eos_token": "<end>", "url": "http://host:9/a"}}
+    assert secured(options) is options and revealed(options) is options
+    options["nested"]["token"] = PASSWORD
+    held = secured(options)
+    assert held == {**options, "nested": {**options["nested"], "token": "***"}} and revealed(held) == options
+    assert secured("http://bob:pw@a,http://b:1") == "http://***@a,http://b:1"
+
+
+LOADERS = {
+    MultimodalGRPOConfig: {
+        "vllm_server_base_url": f"http://bob:{PASSWORD}@host:9,http://{PASSWORD}@other",
+        "model_init_kwargs": json.dumps({"token": PASSWORD, "revision": "main"}),  # as on a command line
+        "vllm_engine_kwargs": {"hf_token": PASSWORD},
+    },
+    MultimodalDistillationConfig: {
+        "teacher_model_init_kwargs": {"token": PASSWORD},
+        "teacher_models": {"a": f"https://bob:{PASSWORD}@host"},
+        "teacher_model_server_url": f"http://{PASSWORD}@host:9",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name"), [(config_class, name) for config_class, options in LOADERS.items() for name in options]
+)
+def test_options_of_loaders_hold_secrets(config_class, name, tmp_path):
+    more = {"loss_top_k": 5, "temperature": 1.0} if config_class is MultimodalDistillationConfig else {}
+    config = config_class(str(tmp_path), use_cpu=True, report_to=[], **{name: LOADERS[config_class][name]}, **more)
+    setattr(config, name, revealed(getattr(config, name)))  # as commands do
+    for value in (config, config.to_dict(), config.to_sanitized_dict(), config.to_json_string()):
+        assert all(PASSWORD not in form for form in forms(value))
+    value = getattr(copy.deepcopy(config), name)
+    assert PASSWORD in str(mapping(value) if isinstance(value, dict) else revealed(value))
+
+
+def test_a_token_reaches_the_loader_and_no_file(tmp_path, monkeypatch):
+    tokens = []
+    from_pretrained = PreTrainedModel.from_pretrained.__func__
+
+    def spied(cls, *args, **kwargs):
+        tokens.append(kwargs["token"])
+        return from_pretrained(cls, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(spied))
+    options = {"model_init_kwargs": {"token": PASSWORD}, "vllm_server_base_url": f"http://bob:{PASSWORD}@host:9"}
+    objects = {"model": str(saved("qwen2_5_vl")), "processing_class": None}
+    more = {"max_steps": 1, "max_completion_length": 2, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(
+        MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, objects=objects, **more, **options
+    )
+    trainer.train()
+    trainer.save_model()
+    assert tokens == [PASSWORD]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert Path(tmp_path, "training_args.bin") in files
+    assert [path for path in files if PASSWORD.encode() in path.read_bytes()] == []
+
+
+def test_a_foreign_text_is_nothing_that_loaders_take():
+    name = Foreign("evil/model\x1b[2J")
+    for take in (open, Path, AutoConfig.from_pretrained, json.dumps):
+        with pytest.raises((TypeError, AttributeError, ValueError)):
+            take(name)
+    assert str(name) == f"{name}" == r"evil/model\x1b[2J" and repr(name) == repr(str(name))
+    assert name.for_loading() == "evil/model\x1b[2J"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 
 # A URL within a text. Quotes can be part of the URL.
@@ -88,6 +89,54 @@ def _parts(word: str) -> list[str]:
     """Returns the two words of a name such as `apitoken` or `secretkeys`, or the word alone."""
     match = _ONE_WORD.fullmatch(word.removesuffix("s"))
     return [match[1], match[2]] if match else [word]
+
+
+class Secret(str):
+    """
+    A text that shows as `***`, or as `shown`, wherever it is printed, logged, pickled or serialized. Copies within the
+    process keep it. [`revealed`] returns what it stands for, for the call that needs it.
+    """
+
+    def __new__(cls, text: str, shown: str = "***"):
+        return super().__new__(cls, shown)
+
+    def __init__(self, text: str, shown: str = "***"):
+        self._text = text
+
+    def __reduce__(self):
+        return str, (str(self),)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo: dict):
+        return self
+
+
+def secured(value: Any, name: str = "") -> Any:
+    """
+    Returns the value of an option with a [`Secret`] in place of each text whose name in a dictionary is that of a
+    secret, and of each text with a password in a URL. Other values stay the same objects.
+    """
+    if isinstance(value, Secret):
+        return value
+    if isinstance(value, str) and not value.lstrip().startswith("{"):  # JSON, whose entries are set once it is read
+        shown = "***" if is_secret(name) else masked(value)
+        return value if shown == value else Secret(value, shown)
+    if isinstance(value, dict):
+        entries = {key: secured(entry, str(key)) for key, entry in value.items()}
+        return value if all(entries[key] is value[key] for key in value) else entries
+    return value
+
+
+def revealed(value: Any) -> Any:
+    """Returns the value of an option with the texts that [`Secret`]s stand for. Other values stay the same objects."""
+    if isinstance(value, Secret):
+        return value._text
+    if isinstance(value, dict):
+        entries = {key: revealed(entry) for key, entry in value.items()}
+        return value if all(entries[key] is value[key] for key in value) else entries
+    return value
 
 
 def masked(text: str) -> str:

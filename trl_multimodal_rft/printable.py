@@ -22,6 +22,29 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+class Foreign:
+    """
+    A text that another machine wrote, such as the name by which a server calls its model. It is no `str`, so that
+    neither a loader nor a file's name takes it; a terminal gets it [`printable`].
+    """
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def __str__(self) -> str:
+        return printable(self._text)
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def for_loading(self) -> str:
+        """
+        Returns the text itself, to load what it names: files that run no code, or with the user's own
+        `trust_remote_code`, never with the server's.
+        """
+        return self._text
+
+
 def printable_cells(value: T) -> T:
     """Returns a table whose texts, in nested sequences and dictionaries, are [`printable`]."""
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Arguments of the engine, and earlier refusals, with a stub engine."""
 
+import json
 import re
 from contextlib import nullcontext
 from itertools import product
@@ -19,12 +20,14 @@ from helpers.trainer_utils import (
     text_rows,
     video_rows,
 )
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen2Config
 
 from trl_multimodal_rft import MultimodalGRPOConfig, MultimodalGRPOTrainer
 from trl_multimodal_rft.engines import vllm, vllm_versions
+from trl_multimodal_rft.engines.vllm_client import _shape_differences
 from trl_multimodal_rft.engines.vllm_in_process import InProcess
 from trl_multimodal_rft.engines.vllm_servers import Servers
+from trl_multimodal_rft.printable import Foreign
 from trl_multimodal_rft.trainers.base.argument_checks import check_arguments
 from trl_multimodal_rft.trainers.sampling import engine
 from trl_multimodal_rft.versions import WARNED
@@ -298,3 +301,17 @@ def test_acceptance_length(monkeypatch):
     assert made.acceptance_length() == 1 + (26 - 12) / (14 - 6)
     body = "<html>vllm:spec_decode_num_drafts_total many</html>"
     assert made.acceptance_length() is None
+
+
+def test_a_server_s_word_runs_no_code(tmp_path):
+    """A server names its model, and with it a folder whose config has code."""
+    ran = tmp_path / "ran"
+    entries = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    code = ["import transformers", f"open({str(ran)!r}, 'w')", "EvilConfig = transformers.PreTrainedConfig"]
+    (tmp_path / "evil.py").write_text("\n".join(code))
+    settings = {"model": Foreign(str(tmp_path)), "revision": None, "trust_remote_code": True}
+    assert _shape_differences(settings, Qwen2Config()) == "`model_type` is evil, not qwen2"
+    Qwen2Config(num_hidden_layers=3).save_pretrained(tmp_path)
+    assert _shape_differences(settings, Qwen2Config(num_hidden_layers=4)) == "`num_hidden_layers` is 3, not 4"
+    assert _shape_differences(settings, Qwen2Config(num_hidden_layers=3)) == "" and not ran.exists()

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from ..credentials import without_credentials
 from ..data.reading.http import Answer
 from ..data.reading.refs import MediaError
+from ..printable import Foreign
 from .vllm_requests import (
     ServerSample,
     WarnOnce,
@@ -132,9 +133,14 @@ class ServerClient(VLLMClient):
     def get_server_info(self) -> dict[str, Any]:
         """Returns the server's settings."""
         try:
-            return self.call(_INFO_PATH, method="GET")["vllm_config"]
+            info = self.call(_INFO_PATH, method="GET")["vllm_config"]
         except RuntimeError as error:
             raise RuntimeError(f"{error} Start it with `VLLM_SERVER_DEV_MODE=1` in its environment.") from error
+        settings = info["model_config"]
+        del settings["trust_remote_code"]  # the trainer's counts
+        settings["model"] = Foreign(str(settings["model"]))
+        settings["revision"] = None if settings["revision"] is None else Foreign(str(settings["revision"]))
+        return info
 
     def _get(self, url: str, **options: float) -> dict[str, Any]:
         return self.call(url.removeprefix(self.base_url), method="GET")
@@ -236,7 +242,7 @@ def on_all_ranks(accelerator: Accelerator, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def check_server_settings(client: ServerClient, info: dict[str, Any], config: PretrainedConfig, dtype: str) -> None:
+def check_server_settings(client: ServerClient, info: dict[str, Any], config: PreTrainedConfig, dtype: str) -> None:
     """
     Raises a `ValueError` if a server can't take processed media, or if its version, log-probabilities, dtype or model
     don't fit the trainer's.
@@ -281,15 +287,18 @@ def check_protocol(client: ServerClient) -> None:
         )
 
 
-def _shape_differences(settings: dict[str, Any], config: PretrainedConfig) -> str:
-    """The text is empty if the config can't be read."""
+def _shape_differences(settings: dict[str, Any], config: PreTrainedConfig) -> str:
+    """The text is empty if the config can't be read. Reads `config.json`, and no code beside it."""
+    revision = settings["revision"]
+    source = {} if revision is None else {"revision": revision.for_loading()}
     try:
-        server_config = AutoConfig.from_pretrained(
-            settings["model"], revision=settings["revision"], trust_remote_code=settings["trust_remote_code"]
-        )
+        entries, _ = PreTrainedConfig.get_config_dict(settings["model"].for_loading(), **source)
     except (OSError, ValueError):
         return ""  # a path on another machine
-    server_text = server_config.get_text_config()
+    model_type = entries.get("model_type")
+    if model_type not in CONFIG_MAPPING:  # only code beside the config could tell more
+        return "" if model_type == config.model_type else f"`model_type` is {model_type}, not {config.model_type}"
+    server_text = CONFIG_MAPPING[model_type].from_dict(entries).get_text_config()
     trainer_text = config.get_text_config()
     values = {name: (getattr(server_text, name, None), getattr(trainer_text, name, None)) for name in _SHAPE_FIELDS}
     return ", ".join(

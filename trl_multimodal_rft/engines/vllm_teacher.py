@@ -29,9 +29,14 @@ class ServerTeacher:
         info = self.client.get_server_info()
         self.name = info["model_config"]["model"]
         self.revision = info["model_config"]["revision"]
-        renderer = server_renderer(info, self.name, self.revision, trust_remote_code)
+        renderer = server_renderer(info, *self.source, trust_remote_code)
         self.prompts = EnginePrompts(renderer, processor, "server")
         self.vocab_size = renderer.model_config.get_vocab_size()
+
+    @property
+    def source(self) -> tuple[str, str | None]:
+        """Name and revision of the server's model, for loading."""
+        return self.name.for_loading(), None if self.revision is None else self.revision.for_loading()
 
     def requests_for(self, prompts: Sequence[EncodedPrompt]) -> list[EngineRequest]:
         """Returns requests to the server for prompts with decoded media. Each distinct prompt is processed once."""

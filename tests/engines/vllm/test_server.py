@@ -41,6 +41,7 @@ from trl_multimodal_rft.engines.vllm_client import (
 )
 from trl_multimodal_rft.engines.vllm_prompts import EnginePrompts, processors_unchecked
 from trl_multimodal_rft.engines.vllm_requests import at_once
+from trl_multimodal_rft.printable import Foreign
 
 
 def make(server, omni, tmp_path, rows=None, **options):
@@ -261,6 +262,7 @@ def changed(info, **settings):
 def test_refused_servers(client, omni, tmp_path):
     info = client.get_server_info()
     config = hf.AutoConfig.from_pretrained(omni)
+    assert isinstance(info["model_config"]["model"], Foreign) and "trust_remote_code" not in info["model_config"]
     check_server_settings(client, info, config.thinker_config, "float32")
     with pytest.raises(ValueError, match="computes in float32, and the trainer in bfloat16.*`--dtype bfloat16`"):
         check_server_settings(client, info, config, "bfloat16")
@@ -270,7 +272,7 @@ def test_refused_servers(client, omni, tmp_path):
     with pytest.raises(ValueError, match="another model than the trainer's: `num_hidden_layers` is 2, not 3"):
         check_server_settings(client, info, config, "float32")
     # A path on another machine
-    check_server_settings(client, changed(info, model="/not/here"), config, "float32")
+    check_server_settings(client, changed(info, model=Foreign("/not/here")), config, "float32")
 
 
 class Answers:

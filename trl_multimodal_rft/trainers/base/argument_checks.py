@@ -12,6 +12,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import TrainingArguments
 
+from ...credentials import revealed
 from ...paths import check_not_overwritten
 from ...spelling import did_you_mean
 
@@ -74,7 +75,7 @@ def check_parallelism(args: Any, model: "Model") -> None:
     # Options that split layers or tokens, and their values
     splits = {name: size for name, size in sizes.items() if (size or 1) > 1}
     if isinstance(model, str):
-        kwargs = args.model_init_kwargs or {}
+        kwargs = mapping(args.model_init_kwargs)
         splits |= {name: kwargs[name] for name in ("tp_plan", "tp_size", "distributed_config") if kwargs.get(name)}
     else:
         model_sizes = {name: getattr(model, name, None) or 1 for name in ("tp_size", "fsdp_size")}
@@ -185,5 +186,8 @@ def check_output_dir(folder: str, model: str | None = None) -> None:
 
 
 def mapping(option: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Returns the value of an option that commands read from JSON, or an empty `dict` if the option isn't set."""
-    return option if isinstance(option, dict) else {}
+    """
+    Returns the value of an option that commands read from JSON, with its secrets, or an empty `dict` if the option
+    isn't set.
+    """
+    return revealed(option) if isinstance(option, dict) else {}

@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from accelerate.logging import get_logger
 from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
+from ...credentials import secured
 from ...data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ...data.rows.unread import check_ignored
 from ...reporting.trackers import check_trackers, tracker_names
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 main_logger = get_logger(__name__)  # of the main process, once processes are known
 
 # Arguments of `apply_chat_template` that trainers set
+# Options that loaders, engines and clients read, whose values may hold tokens and passwords
+_OF_LOADERS = re.compile(r"_init_kwargs$|_url$|^vllm_engine_kwargs$|^teacher_models$")
 _TEMPLATE_ARGUMENTS = {"conversation", "messages", "tools", "tokenize", "return_dict", "return_tensors"}
 _TEMPLATE_ARGUMENTS |= {"add_generation_prompt"}
 
@@ -219,8 +223,12 @@ class MediaArguments(CheckedKeywords, _Config):
         """Allowed sources and sizes of media, and their budgets."""
         return rules_of(self.media_rules, **{name: getattr(self, name) for name in OPTION_NAMES})
 
+    def __setattr__(self, name: str, value: Any):
+        # The config is saved and published with the model. Those who load by these options reveal them
+        super().__setattr__(name, secured(value) if _OF_LOADERS.search(name) else value)
+
     def __getstate__(self):
-        # The config is saved and published with the model, so it must not hold a token
+        # transformers and the Hub read this token from the config, so it is no `Secret`
         return {**self.__dict__, "hub_token": None}
 
     # Copies in this process keep the token, which `__getstate__` hides

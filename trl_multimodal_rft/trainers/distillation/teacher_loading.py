@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, ProcessorMixin
 from trl.trainer.utils import get_config_model_id
 
+from ...credentials import masked, revealed
 from ...encoding.processors import Processor, load_processor, tokenizer_of
 from ...engines.vllm_teacher import ServerTeacher
 from ...families import input_modalities
@@ -62,7 +63,8 @@ def check_sources(
             (has_names and not named, "`teacher_models` is empty; name at least one teacher, or leave it out."),
             (
                 is_address(single),
-                f"`teacher_model` is the address {single!r}; give addresses in `teacher_model_server_url`.",
+                f"`teacher_model` is the address {masked(str(single))!r}; give addresses in "
+                "`teacher_model_server_url`.",
             ),
             (
                 server is not None,
@@ -106,7 +108,7 @@ def load_teachers(
 ) -> TeachersByName:
     """Returns the teachers that are passed to the trainer, or that `args` names. Loads models by their names."""
     if args.teacher_model_server_url is not None:
-        return {None: args.teacher_model_server_url}
+        return {None: revealed(args.teacher_model_server_url)}
     named = {**mapping(args.teacher_models), **(teachers or {})}
     loaded: TeachersByName = {}
     sources = named or {None: args.teacher_model_name_or_path if teacher is None else teacher}
@@ -168,7 +170,7 @@ def server_teacher(
     server = ServerTeacher(url, processor, args.vllm_server_timeout, args.trust_remote_code)
     obstacle = _vocabulary_difference(server.vocab_size, student)
     if obstacle is None:
-        teacher_processor = load_processor(server.name, server.revision, args.trust_remote_code)
+        teacher_processor = load_processor(*server.source, args.trust_remote_code)
         obstacle = _processor_difference(processor, teacher_processor)
     if obstacle is not None:
         raise ValueError(f"The teacher {server.name!r} can't score completions of the student: {obstacle}.")

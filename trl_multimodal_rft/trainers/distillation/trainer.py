@@ -267,7 +267,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         if single is None:
             teacher = f"{', '.join(map(in_code, map(str, self._teachers.names)))}, by the column `{TEACHER_ID}`"
         elif single.server is not None:
-            teacher = f"{in_code(single.server.name)} on a vLLM server"
+            teacher = f"{in_code(str(single.server.name))} on a vLLM server"
         elif single.model is not None:
             teacher = in_code(get_config_model_id(self._unwrapped(single.model).config) or "a model without a name")
         else:

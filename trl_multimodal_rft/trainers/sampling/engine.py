@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
+from ...credentials import revealed
 from ...encoding.prompts import all_placeholder_ids
 from ...engines.in_flight import InFlight
 from ...engines.samplers import Sampler, TransformersSampler, VLLMSampler
@@ -81,7 +82,7 @@ def make_engine(
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
-    is_unmerged = (args.vllm_engine_kwargs or {}).get("enable_lora", in_4bit)
+    is_unmerged = mapping(args.vllm_engine_kwargs).get("enable_lora", in_4bit)
     # Without an `EngineAdapter`, TRL would merge the LoRA adapter into 4-bit weights, and round the result to 4 bits
     adapter = None
     if is_unmerged or in_4bit:
@@ -92,7 +93,7 @@ def make_engine(
     if args.vllm_mode != "server":
         # Each prompt is sent once, so a cache of media is of no use
         engine_kwargs |= {"mm_processor_cache_gb": 0, "limit_mm_per_prompt": max_media}
-        if (args.vllm_engine_kwargs or {}).get("speculative_config"):
+        if mapping(args.vllm_engine_kwargs).get("speculative_config"):
             engine_kwargs["disable_log_stats"] = False  # the statistics hold acceptance lengths
 
     def without_weights() -> AbstractContextManager[None]:
@@ -103,10 +104,10 @@ def make_engine(
         "accelerator": accelerator,
         "processing_class": prompting.encoder.processor,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        **{name: getattr(args, f"vllm_{name}") for name in _ENGINE_OPTIONS},
+        **{name: revealed(getattr(args, f"vllm_{name}")) for name in _ENGINE_OPTIONS},
         **{name: getattr(args, name) for name in _SAMPLING_OPTIONS},
         "generation_kwargs": generation_kwargs,
-        "engine_kwargs": {**engine_kwargs, **(args.vllm_engine_kwargs or {})},
+        "engine_kwargs": {**engine_kwargs, **mapping(args.vllm_engine_kwargs)},
         "adapter": adapter,
         "while_sampling": without_weights,
     }
