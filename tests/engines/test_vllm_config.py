@@ -86,6 +86,16 @@ def test_a_server_has_settings_of_its_own(started):
     assert started(image_rows(), vllm_mode="server") == {"dtype": "float32", "revision": None}
 
 
+def test_the_engine_gets_secrets(monkeypatch, tmp_path):
+    """The config shows them as `***`."""
+    monkeypatch.setattr(engine, "Servers", Started)
+    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://bob:pw@host:9"}
+    options["vllm_engine_kwargs"] = {"hf_token": "pw"}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **options)
+    assert trainer.vllm_generation.kwargs["server_base_url"] == "http://bob:pw@host:9"
+    assert trainer.vllm_generation.engine_kwargs["hf_token"] == "pw" and "pw" not in repr(trainer.args)
+
+
 def test_the_length_is_set_once(tmp_path):
     engine = '{"max_model_len": 96, "dtype": "float32"}'  # as on a command line
     with pytest.raises(

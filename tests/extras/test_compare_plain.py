@@ -144,6 +144,13 @@ def test_equal_rewards_prove_nothing(compared):
     assert "No update has a gradient" in equal.report() and equal.lacks_comparison
 
 
+def test_nan_differs(compared):
+    comparison = compared(MultimodalGRPOTrainer, n=1)
+    assert not comparison.differs
+    comparison.updates[0][0].difference = float("nan")
+    assert comparison.differs and verdicts(comparison.report())[0] == "DIFFER"
+
+
 class OwnLoss(MultimodalGRPOTrainer):
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
