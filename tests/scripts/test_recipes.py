@@ -267,9 +267,9 @@ def test_page_of_differences_is_fresh():
 )
 def test_a_difference_without_a_reason_is_red(name, option):
     """Such as a default of TRL that is newer than the source, in a recipe that doesn't name the option."""
-    text = RECIPES[name].read_text()
-    option, is_added, _ = (changed := option).partition(":")
-    text = f"{text}{changed}\n" if is_added else re.sub(rf"^{option}: .*\n", "", text, flags=re.MULTILINE)
+    option, is_changed, value = option.partition(": ")
+    line = f"{option}: {value}\n" * bool(is_changed)
+    text = re.sub(rf"^{option}: .*\n", "", RECIPES[name].read_text(), flags=re.MULTILINE) + line
     assert option in {row.option for row in difference_sheets.rows(text) if row.verdict == "red"}
 
 

@@ -39,7 +39,7 @@ OTHERS = re.compile(
     r"|dataloader|dataset_|datasets|ddp|debug|deepspeed|disable_(compact|tqdm)|do_|dry|ds3|dtype|enable_jit|eval|fp16|freezing"
     r"|fsdp|full_|gradient_|greater|hub|ignore|include|label_names|length_column|liger|load_|local_rank|log|lora_(task|target_param|modules)|max_skipped"
     r"|max_steps|max_tokens_per|media|metric|model_|num_completions|num_generations_eval|num_train_epochs|offload|on_media"
-    r"|optim|output_dir|packing|pad|parallelism|per_device|precompute|prediction|project$|ptx_batch|push|remove|report|restore"
+    r"|optim|output_dir|packing|pad|parallelism|per_device|precompute|prediction_|project$|ptx_batch|push|remove|report|restore"
     r"|resume|run_name|save|self_check|skip|state$|steps_per|streaming|teacher_(model|processor)|test_split|tf32|torch_|trackio"
     r"|truncation|trust|use_(bnb|cache|cpu|liger|transformers|vllm|peft)|user_options|value_(lr|warm)|video_fps|vllm_(?!importance)"
 )
@@ -47,14 +47,14 @@ OTHERS = re.compile(
 ALWAYS = re.compile(
     r"adam_\w+|advantage_estimator|(generation_)?batch_size|beta|delta|disable_dropout|epochs|epsilon(_high)?|freeze"
     r"|importance_sampling_level|kl_estimator|learning_rate|lora_\w+|loss_type|lr_scheduler_type|mask_truncated_completions"
-    r"|max_(completion_)?length|max_grad_norm|(min|max)_pixels|min_p|num_(generations|iterations|ppo_epochs)|prompt"
+    r"|max_(completion_)?length|max_grad_norm|(min|max)_pixels|min_p|num_(generations|iterations|ppo_epochs)|precision|prompt"
     r"|repetition_penalty|reward_(funcs|weights)|scale_rewards|seed|shuffle_dataset|steps|temperature|top_[kp]"
     r"|use_bias_correction_kl|vllm_importance_sampling_correction|warmup_steps|weight_decay"
 )
 NEEDS = {"kl_estimator": "beta", "use_bias_correction_kl": "beta", "vllm_importance_sampling_correction": "use_vllm"}
 # Options of a recipe whose comments say where these were read
 READ_AT = {"batch_size": "gradient_accumulation_steps", "epochs": "num_train_epochs", "steps": "max_steps"}
-READ_AT |= {"generation_batch_size": "steps_per_generation"}
+READ_AT |= {"generation_batch_size": "steps_per_generation", "precision": "dtype"}
 
 
 class Row(NamedTuple):
@@ -89,6 +89,11 @@ def options_of_run(recipe: str) -> dict[str, object]:
     if "reward_weights" in options:
         options["reward_weights"] = options["reward_weights"] or [1.0] * len(options["reward_funcs"] or ())
     options["epochs" if options["max_steps"] < 0 else "steps"] = max(options["num_train_epochs"], options["max_steps"])
+    launcher = (
+        ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{options['accelerate_config']}.yaml"
+    ).read_text()
+    mixed = yaml.safe_load(launcher)["mixed_precision"]
+    options["precision"] = f"{mixed} on {'4-bit' if options['load_in_4bit'] else options['dtype']} weights"
     template = re.search(r"--template (['\"])(.*)\1", " ".join(said["Dataset"]))
     return options | {"prompt": template[2] if template else "as `prepare` makes it"}
 
