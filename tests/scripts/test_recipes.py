@@ -273,6 +273,19 @@ def test_a_difference_without_a_reason_is_red(name, option):
     assert option in {row.option for row in difference_sheets.rows(text) if row.verdict == "red"}
 
 
+def test_a_new_option_that_is_on_is_red(monkeypatch):
+    """Until its value in the source is read, in each recipe."""
+    known = difference_sheets.options_of_run
+    monkeypatch.setattr(difference_sheets, "options_of_run", lambda text: {**known(text), "new": True, "quiet": False})
+    red = {
+        row.option
+        for path in RECIPES.values()
+        for row in difference_sheets.rows(path.read_text())
+        if row.verdict == "red"
+    }
+    assert red == {"new"}
+
+
 PAPERS = [row.split(" | ") for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if "recipe `" in row]
 
 

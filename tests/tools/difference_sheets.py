@@ -34,6 +34,7 @@ from the comments of the recipes and from what was read in the sources, at the l
 without a reason fails a test. `batch_size` and `generation_batch_size` count the completions of all processes in an
 update and in a rollout. Options of files, logging, saving, evaluation, memory and speed aren't here.
 """.strip()
+# These decide neither the gradient nor the data
 OTHERS = re.compile(
     r"accelerat|activation|attn|audio_overlong|auto_find|balance|batch_eval|bf16|bnb|bootstrap|cache|chat_template_path|command"
     r"|dataloader|dataset_|datasets|ddp|debug|deepspeed|disable_(compact|tqdm)|do_|dry|ds3|dtype|enable_jit|eval|fp16|freezing"
@@ -43,15 +44,23 @@ OTHERS = re.compile(
     r"|resume|run_name|save|self_check|skip|state$|steps_per|streaming|teacher_(model|processor)|test_split|tf32|torch_|trackio"
     r"|truncation|trust|use_(bnb|cache|cpu|liger|transformers|vllm|peft)|user_options|value_(lr|warm)|video_fps|vllm_(?!importance)"
 )
-# These are in each sheet. Others are in a sheet if the recipe or its source has them.
+# Settings of options that are off unless a recipe names them, and defaults that are TRL's way of doing what all do
+NEUTRAL = re.compile(
+    r"average_tokens_across_devices|discopop_tau|f_(alpha_)?divergence_\w+|ptx_\w+|entropy_(coef_\w+|source|target)|kl_horizon|multi_objective_aggregation|ref_model_\w+"
+    r"|sapo_\w+|top_entropy_quantile|train_sampling_strategy|vespo_\w+|vllm_importance_sampling_clip_max"
+)
+# These are in each sheet, on or off. Others are in it where they are on, and where the recipe or its source names them.
 ALWAYS = re.compile(
     r"adam_\w+|advantage_estimator|(generation_)?batch_size|beta|delta|disable_dropout|epochs|epsilon(_high)?|freeze"
-    r"|importance_sampling_level|kl_estimator|learning_rate|lora_\w+|loss_type|lr_scheduler_type|mask_truncated_completions"
+    r"|importance_sampling_level|kl_estimator|learning_rate|lora_(r|alpha|dropout|target_modules)|loss_type|lr_scheduler_type|mask_truncated_completions"
     r"|max_(completion_)?length|max_grad_norm|(min|max)_pixels|min_p|num_(generations|iterations|ppo_epochs)|precision|prompt"
     r"|repetition_penalty|reward_(funcs|weights)|scale_rewards|seed|shuffle_dataset|steps|temperature|top_[kp]"
     r"|use_bias_correction_kl|vllm_importance_sampling_correction|warmup_steps|weight_decay"
 )
+# Options that count only where another one is on
 NEEDS = {"kl_estimator": "beta", "use_bias_correction_kl": "beta", "vllm_importance_sampling_correction": "use_vllm"}
+NEEDS["reward_label_column"] = "reward_recipe"
+NEEDS |= {f"lora_{name}": "use_peft" for name in ("r", "alpha", "dropout", "target_modules")}
 # Options of a recipe whose comments say where these were read
 READ_AT = {"batch_size": "gradient_accumulation_steps", "epochs": "num_train_epochs", "steps": "max_steps"}
 READ_AT |= {"generation_batch_size": "steps_per_generation", "precision": "dtype"}
@@ -79,9 +88,8 @@ def options_of_run(recipe: str) -> dict[str, object]:
     rows = options["per_device_train_batch_size"] * int(re.search(r"\((\d+) GPUs?,", " ".join(said["Launch"]))[1])
     options["batch_size"] = rows * options["gradient_accumulation_steps"]
     if "steps_per_generation" in options:
-        options["generation_batch_size"] = rows * (
-            options["steps_per_generation"] or options["gradient_accumulation_steps"]
-        )
+        steps = options["steps_per_generation"] or options["gradient_accumulation_steps"]
+        options["generation_batch_size"] = rows * steps
     if "epsilon_high" in options:
         options["epsilon_high"] = options["epsilon_high"] or options["epsilon"]
     if "use_bias_correction_kl" in options:
@@ -89,11 +97,9 @@ def options_of_run(recipe: str) -> dict[str, object]:
     if "reward_weights" in options:
         options["reward_weights"] = options["reward_weights"] or [1.0] * len(options["reward_funcs"] or ())
     options["epochs" if options["max_steps"] < 0 else "steps"] = max(options["num_train_epochs"], options["max_steps"])
-    launcher = (
-        ROOT / "trl_multimodal_rft" / "accelerate_configs" / f"{options['accelerate_config']}.yaml"
-    ).read_text()
-    mixed = yaml.safe_load(launcher)["mixed_precision"]
-    options["precision"] = f"{mixed} on {'4-bit' if options['load_in_4bit'] else options['dtype']} weights"
+    launcher = RECIPES.parent / "accelerate_configs" / f"{options['accelerate_config']}.yaml"
+    computed = yaml.safe_load(launcher.read_text())["mixed_precision"]
+    options["precision"] = f"{computed} on {'4-bit' if options['load_in_4bit'] else options['dtype']} weights"
     template = re.search(r"--template (['\"])(.*)\1", " ".join(said["Dataset"]))
     return options | {"prompt": template[2] if template else "as `prepare` makes it"}
 
@@ -122,11 +128,12 @@ def rows(recipe: str) -> Iterator[Row]:
     options = options_of_run(recipe)
     told = dict(line.split(": ", 1) for line in header(recipe).get("Told", ()))
     for option, here in options.items():
-        is_off = not options.get(NEEDS.get(option, "max_grad_norm")) or (
-            option.startswith("lora_") and not options["use_peft"]
-        )
+        is_off = option in NEEDS and not options[NEEDS[option]]
+        is_on = here not in (None, False, 0, [], "") and not NEUTRAL.fullmatch(option)
         is_named = option in read or option in values
-        if is_off or not (is_named or ALWAYS.fullmatch(option)) or (OTHERS.match(option) and option not in values):
+        if is_off or not (is_named or is_on or ALWAYS.fullmatch(option)):
+            continue
+        if OTHERS.match(option) and option not in values:
             continue
         places = read.get(option) or read.get(READ_AT.get(option, "")) or ()
         if option == "generation_batch_size":
@@ -136,9 +143,8 @@ def rows(recipe: str) -> Iterator[Row]:
         there, origin, url = values.get(option, (None, None, ""))
         if origin is None or not seen.issuperset(lines):  # read for this recipe alone
             read_at = "; ".join(lines.values())
-            yield Row(
-                option, here, here if lines else None, read_at, "equal" if lines else "told" if note else "red", note
-            )
+            verdict = "equal" if lines else "told" if note else "red"
+            yield Row(option, here, here if lines else None, read_at, verdict, note)
         elif option in read and lines.get(url, str(origin)).partition(" ")[2] != origin.lines:
             yield Row(option, here, there, str(origin), "red", f"the recipe names {lines[url]}")
         elif here == there and (lines or not note):
