@@ -34,28 +34,31 @@ from the comments of the recipes and from what was read in the sources, at the l
 without a reason fails a test. `batch_size` and `generation_batch_size` count the completions of all processes in an
 update and in a rollout. Options of files, logging, saving, evaluation, memory and speed aren't here.
 """.strip()
-# These decide neither the gradient nor the data
+# These decide neither the gradient nor the data, but for the optimizer, which is AdamW in all
 OTHERS = re.compile(
-    r"accelerat|activation|attn|audio_overlong|auto_find|balance|batch_eval|bf16|bnb|bootstrap|cache|chat_template_path|command"
-    r"|dataloader|dataset_|datasets|ddp|debug|deepspeed|disable_(compact|tqdm)|do_|dry|ds3|dtype|enable_jit|eval|fp16|freezing"
-    r"|fsdp|full_|gradient_|greater|hub|ignore|include|label_names|length_column|liger|load_|local_rank|log|lora_(task|target_param|modules)|max_skipped"
-    r"|max_steps|max_tokens_per|media|metric|model_|num_completions|num_generations_eval|num_train_epochs|offload|on_media"
-    r"|optim|output_dir|packing|pad|parallelism|per_device|precompute|prediction_|project$|ptx_batch|push|remove|report|restore"
-    r"|resume|run_name|save|self_check|skip|state$|steps_per|streaming|teacher_(model|processor)|test_split|tf32|torch_|trackio"
-    r"|truncation|trust|use_(bnb|cache|cpu|liger|transformers|vllm|peft)|user_options|value_(lr|warm)|video_fps|vllm_(?!importance)"
+    r"accelerat|activation|attn|audio_overlong|auto_find|balance|batch_eval|bf16|bnb|cache|chat_template_path"
+    r"|command|dataloader|dataset_|datasets|ddp|debug|deepspeed|disable_(compact|tqdm)|do_|dry|ds3|dtype|enable_jit"
+    r"|eval|fp16|fsdp|full_|gradient_|greater|hub|ignore|include|label_names|length_column|liger|load_|local_rank"
+    r"|log|lora_(task|target_param|modules)|max_skipped|max_steps|max_tokens_per|media|metric|model_|num_completions"
+    r"|num_generations_eval|num_train_epochs|offload|on_media|optim|output_dir|packing|pad|parallelism|per_device"
+    r"|precompute|prediction_|project$|ptx_batch|push|remove|report|restore|resume|run_name|save|self_check|skip"
+    r"|state$|steps_per|streaming|teacher_(model|processor)|test_split|tf32|torch_|trackio|truncation|trust"
+    r"|use_(bnb|cache|cpu|liger|transformers|vllm|peft)|user_options|video_fps|vllm_(?!importance)"
 )
 # Settings of options that are off unless a recipe names them, and defaults that are TRL's way of doing what all do
 NEUTRAL = re.compile(
-    r"average_tokens_across_devices|discopop_tau|f_(alpha_)?divergence_\w+|ptx_\w+|entropy_(coef_\w+|source|target)|kl_horizon|multi_objective_aggregation|ref_model_\w+"
-    r"|sapo_\w+|top_entropy_quantile|train_sampling_strategy|vespo_\w+|vllm_importance_sampling_clip_max"
+    r"average_tokens_across_devices|discopop_tau|entropy_(coef_\w+|source|target)|f_(alpha_)?divergence_\w+"
+    r"|kl_horizon|multi_objective_aggregation|ptx_\w+|ref_model_\w+|sapo_\w+|top_entropy_quantile"
+    r"|train_sampling_strategy|vespo_\w+|vllm_importance_sampling_clip_max"
 )
-# These are in each sheet, on or off. Others are in it where they are on, and where the recipe or its source names them.
+# These are in each sheet. Others are in it where they are on, or where the recipe or its source names them.
 ALWAYS = re.compile(
-    r"adam_\w+|advantage_estimator|(generation_)?batch_size|beta|delta|disable_dropout|epochs|epsilon(_high)?|freeze"
-    r"|importance_sampling_level|kl_estimator|learning_rate|lora_(r|alpha|dropout|target_modules)|loss_type|lr_scheduler_type|mask_truncated_completions"
-    r"|max_(completion_)?length|max_grad_norm|(min|max)_pixels|min_p|num_(generations|iterations|ppo_epochs)|precision|prompt"
-    r"|repetition_penalty|reward_(funcs|weights)|scale_rewards|seed|shuffle_dataset|steps|temperature|top_[kp]"
-    r"|use_bias_correction_kl|vllm_importance_sampling_correction|warmup_steps|weight_decay"
+    r"adam_\w+|advantage_estimator|beta|delta|disable_dropout|epochs|epsilon(_high)?|freeze|(generation_)?batch_size"
+    r"|importance_sampling_level|kl_estimator|learning_rate|lora_(r|alpha|dropout|target_modules)|loss_type"
+    r"|lr_scheduler_type|mask_truncated_completions|max_(completion_)?length|max_grad_norm|min_p|(min|max)_pixels"
+    r"|num_(generations|iterations|ppo_epochs)|precision|prompt|repetition_penalty|reward_(funcs|weights)"
+    r"|scale_rewards|seed|shuffle_dataset|steps|temperature|top_[kp]|use_bias_correction_kl"
+    r"|vllm_importance_sampling_correction|warmup_steps|weight_decay"
 )
 # Options that count only where another one is on
 NEEDS = {"kl_estimator": "beta", "use_bias_correction_kl": "beta", "vllm_importance_sampling_correction": "use_vllm"}
