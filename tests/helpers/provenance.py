@@ -1,7 +1,8 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""Sources of the values of a recipe, from the comments in the recipe's file."""
+"""Sources of the values of a recipe, from the comments in its file. Files of sources' values have the same form."""
 
 import re
+from typing import NamedTuple
 
 import yaml
 
@@ -11,6 +12,34 @@ _PINNED = re.compile(r"https://(?:github\.com|huggingface\.co)/\S+/blob/[0-9a-f]
 # Separates the origins of a value. A semicolon before other text belongs to a note.
 _SEVERAL = re.compile(r"; (?=\w+(?: L\d|:|$))")
 _PAPER = re.compile(r"https://huggingface\.co/papers/([\d.]+)")
+
+
+class Origin(NamedTuple):
+    """Where a value was read: a file's name and its lines, a paper with a note, or `ours`."""
+
+    name: str
+    lines: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.lines}".rstrip()
+
+
+def header(text: str) -> dict[str, list[str]]:
+    """Returns the fields in a recipe's comments by name: lists of lines."""
+    fields: dict[str, list[str]] = {}
+    name = None
+    for line in text.splitlines():
+        match = re.match(r"# (?:(\w+):| {8,})\s+(.*)", line)
+        if match:
+            name = match[1] or name
+            fields.setdefault(name, []).append(match[2])
+    return fields
+
+
+def method(text: str) -> str:
+    """Returns the command that trains with a recipe, such as `grpo`."""
+    return re.search(r"trl-multimodal-rft (\w+) --config", " ".join(header(text)["Launch"]))[1]
 
 
 def sources(text: str) -> dict[str, str]:
@@ -26,9 +55,9 @@ def sources(text: str) -> dict[str, str]:
     return urls
 
 
-def origins(text: str) -> dict[str, tuple[str, ...]]:
+def origins(text: str) -> dict[str, tuple[Origin, ...]]:
     """
-    Returns names of sources by key of a recipe: `{"beta": ("easyr1",)}` for `beta: 0.01  # easyr1 L38: kl_coef`.
+    Returns origins by key of a recipe. `beta: 0.01  # easyr1 L38: kl_coef` has `Origin("easyr1", "L38", "kl_coef")`.
 
     The comment names a source with lines, or a paper with a note, or is `ours`. `; ` separates several origins.
     """
@@ -51,16 +80,17 @@ def origins(text: str) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _origin(key: str, comment: str, urls: dict[str, str]) -> str:
-    parts = re.fullmatch(r"(\w+)(?: L(\d+)(?:-L(\d+))?)?(?:: (.+))?", comment)
+def _origin(key: str, comment: str, urls: dict[str, str]) -> Origin:
+    parts = re.fullmatch(r"(\w+)(?: (L\d+(?:-L\d+)?))?(?:: (.+))?", comment)
     if parts is None:
         raise ValueError(f"{key}: {comment!r} is no `name L1`, `name L1-L2`, `name L1: note`, or `ours`.")
-    name, first, _, note = parts.groups()
-    if name == "ours" and first is None:
-        return name
+    name, lines, note = parts.groups()
+    origin = Origin(name, lines or "", note or "")
+    if name == "ours" and lines is None:
+        return origin
     if name not in urls:
         raise ValueError(f"{key}: `Sources:` has no {name}, only {sorted(urls)}; add it, or correct the name.")
     is_paper = _PAPER.fullmatch(urls[name]) is not None
-    if is_paper == (first is not None) or (is_paper and not note):
+    if is_paper == (lines is not None) or (is_paper and not note):
         raise ValueError(f"{key}: {comment!r}; name the line of a file, or what of a paper in a note.")
-    return name
+    return origin

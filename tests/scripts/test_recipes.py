@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import difference_sheets
 import PIL.Image
 import pytest
 import reproduced
@@ -24,7 +25,7 @@ from helpers.chats import RATE, audio, image, mosaic
 from helpers.files import video_file, write_lines
 from helpers.folders import ROOT
 from helpers.four_bits import save_wide
-from helpers.provenance import origins
+from helpers.provenance import Origin, header, method, origins
 from helpers.trainer_utils import TRAINERS, length_and_sum, load, saved
 from trl.chat_template_utils import qwen3_vl_chat_template
 
@@ -62,22 +63,6 @@ SMALL = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 1, "per_device_t
 SMALL |= {"num_generations": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
 SMALL |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 8, "dtype": "float32"}
 SMALL |= {"lora_r": 2, "soft_overlong_cache": 4, "use_vllm": False, "bf16": False, "gradient_checkpointing": False}
-
-
-def header(path):
-    """Returns the fields in a recipe's comments by name: lists of lines."""
-    found = {}
-    name = None
-    for line in path.read_text().splitlines():
-        match = re.match(r"# (?:(\w+):| {8,})\s+(.*)", line)
-        if match:
-            name = match[1] or name
-            found.setdefault(name, []).append(match[2])
-    return found
-
-
-def method(path):
-    return re.search(r"trl-multimodal-rft (\w+) --config", " ".join(header(path)["Launch"]))[1]
 
 
 def sources(folder):
@@ -161,7 +146,7 @@ def handmade(tmp_path_factory):
 
 def prepared(path, handmade, tmp_path):
     """Returns the folder that the recipe's command writes from handmade files."""
-    lines = " ".join(header(path)["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
+    lines = " ".join(header(path.read_text())["Dataset"]).replace("\\ ", "").split("trl-multimodal-rft ")[1]
     words = shlex.split(lines)
     place = Path(words[2]) if words[2].endswith(("/train.jsonl", "/meta.json")) else Path(Path(words[2]).name)
     words[2] = str(handmade / place)
@@ -177,7 +162,7 @@ def prepared(path, handmade, tmp_path):
 
 def arguments(name, **changes):
     """Returns the parsed arguments: `--accelerate_config`, and the script's arguments, some with other values."""
-    command = method(RECIPES[name])
+    command = method(RECIPES[name].read_text())
     parser = launched_command_parser(command, options_of(command))
     known = {action.dest for action in parser._actions}
     values = {key: value if isinstance(value, list) else [value] for key, value in changes.items() if key in known}
@@ -191,7 +176,7 @@ def arguments(name, **changes):
 def test_says_what_it_is(name):
     path = RECIPES[name]
     text = RECIPES[name].read_text()
-    said = header(path)
+    said = header(path.read_text())
     assert [each for each in FIELDS if each not in said] == [] and len(text) < 5000
     keys = yaml.safe_load(text)
     rows = keys["dataset_name"]
@@ -213,7 +198,9 @@ def test_says_what_it_is(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_memory_is_of_its_own_settings(name, monkeypatch):
-    said = re.search(r"estimate --config (\S+)((?: --\w+ \w+)*)", " ".join(header(RECIPES[name])["Memory"]))
+    said = re.search(
+        r"estimate --config (\S+)((?: --\w+ \w+)*)", " ".join(header(RECIPES[name].read_text())["Memory"])
+    )
     if said is None:  # another recipe's command makes it
         return
     seen = []
@@ -230,7 +217,16 @@ def test_page_names_no_other():
 
 
 # Owners of the sources' own repositories
-OWNERS = {"HarryHsing/EchoInk", "hiyouga", "huaixuheqing", "inclusionAI", "ModalMinds", "NUS-TRAIL", "NVIDIA-NeMo"}
+OWNERS = {
+    "HarryHsing/EchoInk",
+    "hiyouga",
+    "huaixuheqing",
+    "huggingface",
+    "inclusionAI",
+    "ModalMinds",
+    "NUS-TRAIL",
+    "NVIDIA-NeMo",
+}
 OWNERS |= {"OpenGVLab", "RLHF-V", "THUDM", "tmfk418", "verl-project", "xiaomi-research"}
 
 
@@ -239,9 +235,55 @@ def test_comments_say_where_values_are_from():
     for name, path in RECIPES.items():
         text = path.read_text()
         assert all(origins(text).values()), name
-        links, note = (" ".join(header(path).get(field, ())) for field in ("Sources", "Note"))
+        links, note = (" ".join(header(text).get(field, ())) for field in ("Sources", "Note"))
         others = [each for each in re.findall(r"github\.com/(([\w.-]+)/[\w.-]+)", links) if OWNERS.isdisjoint(each)]
         assert not others or re.search(r"\bforks?\b|project that kept it", note), (name, others)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_differences_from_the_source_have_reasons(name):
+    """Of all options of the run that decide the gradient or the data, defaults included."""
+    sheet = [*difference_sheets.rows(RECIPES[name].read_text())]
+    assert len(sheet) > 15 and not [row for row in sheet if row.verdict == "red"]
+
+
+def test_page_of_differences_is_fresh():
+    assert difference_sheets.PAGE.read_text() == difference_sheets.page()
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("qwen2_5_vl_7b/geometry3k_grpo", "use_bias_correction_kl"),
+        ("qwen2_5_vl_7b/geometry3k_dapo", "vllm_importance_sampling_correction"),
+        ("qwen2_audio_7b/avqa_grpo", "max_completion_length"),  # 256 in TRL 0.15
+        ("qwen2_audio_7b/avqa_grpo", "beta"),
+        ("qwen2_vl_2b/refcoco_grpo", "temperature"),  # 0.9 then
+        ("qwen2_5_vl_7b/mmk12_grpo", "adam_beta2"),
+        ("qwen2_5_vl_7b/geometry3k_grpo", "max_grad_norm: 2.0  # config L39"),
+        ("qwen2_5_vl_7b/geometry3k_grpo", "max_grad_norm: 1.0  # config L40"),
+        ("qwen2_5_vl_7b/geometry3k_grpo", "entropy_coef: 0.1  # ours"),
+    ],
+)
+def test_a_difference_without_a_reason_is_red(name, option):
+    """Such as a default of TRL that is newer than the source, in a recipe that doesn't name the option."""
+    option, is_changed, value = option.partition(": ")
+    line = f"{option}: {value}\n" * bool(is_changed)
+    text = re.sub(rf"^{option}: .*\n", "", RECIPES[name].read_text(), flags=re.MULTILINE) + line
+    assert option in {row.option for row in difference_sheets.rows(text) if row.verdict == "red"}
+
+
+def test_a_new_option_that_is_on_is_red(monkeypatch):
+    """Until its value in the source is read, in each recipe."""
+    known = difference_sheets.options_of_run
+    monkeypatch.setattr(difference_sheets, "options_of_run", lambda text: {**known(text), "new": True, "quiet": False})
+    red = {
+        row.option
+        for path in RECIPES.values()
+        for row in difference_sheets.rows(path.read_text())
+        if row.verdict == "red"
+    }
+    assert red == {"new"}
 
 
 PAPERS = [row.split(" | ") for row in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if "recipe `" in row]
@@ -297,7 +339,8 @@ def test_values_without_a_source_are_refused(text, problem):
 def test_values_have_several_sources():
     text = f"# Sources: run {URL}\n#          paper https://huggingface.co/papers/2503.11197\n"
     text += "beta: 0.01  # run L3-L4: kl; paper: section 3\nseed: 1  # ours"
-    assert origins(text) == {"beta": ("run", "paper"), "seed": ("ours",)}
+    read = {"beta": (Origin("run", "L3-L4", "kl"), Origin("paper", "", "section 3")), "seed": (Origin("ours"),)}
+    assert origins(text) == read
 
 
 def test_chat_template_of_another_model(tmp_path):
@@ -360,7 +403,7 @@ def test_trains(name, handmade, tmp_path, monkeypatch, request):
     if "reward_funcs" in inputs:
         config.reward_weights = [*(config.reward_weights or [1.0] * len(inputs["reward_funcs"])), 1.0]
         inputs["reward_funcs"] = [*inputs["reward_funcs"], length_and_sum]
-    trainer = TRAINERS[method(path)](**inputs)
+    trainer = TRAINERS[method(path.read_text())](**inputs)
     before = {key: value.clone() for key, value in trainer.model.named_parameters() if value.requires_grad}
     trainer.train()
     assert trainer.state.global_step == changes["max_steps"] and (url is None or judge.requests)

@@ -2,10 +2,10 @@
 """
 Writes what follows from the rest of the repository; `make fix` runs it.
 
-It formats the code and writes the table of options and its page, and the drawing of the package; in README and docs
-counts, lists of commands, LightRFT's options, differences from TRL, the self-check's example, pinned versions, and
-and entries of public names on the reference pages. No test fails where one of these is stale, but for LightRFT's
-options.
+It formats the code and writes the table of options and its page, the page of what recipes have otherwise than their
+sources, and the drawing of the package; in README and docs counts, lists of commands, LightRFT's options, differences
+from TRL, the self-check's example, pinned versions, and entries of public names on the reference pages. No test fails
+where one of these is stale, but for LightRFT's options and the recipes' page.
 """
 
 import pkgutil
@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import difference_sheets  # noqa: E402
 import house  # noqa: E402
 import trl  # noqa: E402
 from families_report.report import MARK  # noqa: E402
@@ -214,6 +215,7 @@ def derived() -> dict[Path, str]:
     texts[LIGHTRFT] = with_block(texts[LIGHTRFT], "pages", reference_pages.table())
     texts[DIFFERENCES] = with_block(texts[DIFFERENCES], "differences", difference_page.tables())
     texts[README] = re.sub(r"^self-check: [^`]*", lambda _: f"{SELF_CHECK}\n", texts[README], flags=re.MULTILINE)
+    texts[difference_sheets.PAGE] = difference_sheets.page()
     texts |= runpy.run_path(str(ROOT / "docs" / "refresh_options.py"))["stored"]()
     drawing = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
     texts[drawing["PICTURE"]] = drawing["picture"]()
