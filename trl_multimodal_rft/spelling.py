@@ -73,6 +73,16 @@ _ELSEWHERE = {
     "lora_rank": ("use `lora_r`",),
     "kl_loss_coef": ("use `beta`",),
     "val_dataset": ("use `eval_dataset`",),
+    **{
+        f"freeze_{part}": (f"use `freeze` with the names of parts, as in `freeze=['{name}']`",)
+        for name, parts in {
+            "vision_tower": ("vision_tower", "vision_modules", "vision", "vit"),
+            "audio_tower": ("audio_tower", "audio_encoder", "audio"),
+            "projector": ("multi_modal_projector", "projector", "aligner"),
+            "language_model": ("language_model", "llm"),
+        }.items()
+        for part in parts
+    },
 }
 
 

@@ -48,6 +48,7 @@ from ..models.pretrained import read_config
 from ..printable import printable
 from ..progress import progress_bar
 from ..reporting.model_card import in_code
+from ..paths import names_reward_model
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
 from .options import config_path
 from .options import read_config as read_run_config
@@ -481,7 +482,9 @@ def run(args: argparse.Namespace) -> None:
         )
         if warning is not None:
             report.warnings.append(warning)
-        report.warnings += check_reward_columns(load_reward_funcs(_reward_names(args, rows.column_names or ())), rows)
+        names = _reward_names(args, rows.column_names or ())
+        functions = load_reward_funcs([name for name in names if not names_reward_model(name)])
+        report.warnings += check_reward_columns(functions, rows)
     except ValueError as error:  # an error of the dataset as a whole
         report.note_error(str(error))
     if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
