@@ -16,7 +16,7 @@ from typing import Any
 from ..data.reading.rules import OPTION_NAMES, rules_of
 from ..paths import check_not_overwritten, local_path, names_reward_model
 from ..reporting.trackers import check_trackers
-from ..spelling import check_dotted, recipe_names, split_settings, unknown_name_error
+from ..spelling import check_dotted, read_json, recipe_names, split_settings, unknown_name_error
 from ..trainers.base.batch_sizes import batch_options, batch_size, check_batches
 from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, table
 
@@ -138,7 +138,8 @@ def check_names(args: argparse.Namespace) -> None:
             raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
     options = {name: getattr(args, name, None) for name in OPTION_NAMES}
     given_options = {name: value for name, value in options.items() if value is not None}
-    rules_of(getattr(args, "media_rules", None), **given_options)
+    rules = getattr(args, "media_rules", None)
+    rules_of(read_json(rules) if isinstance(rules, str) and rules.lstrip().startswith("{") else rules, **given_options)
 
 
 def check_functions(names: Sequence[str], kind: str = "reward function") -> None:

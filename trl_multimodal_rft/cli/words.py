@@ -84,6 +84,7 @@ SENTENCES = (
     (r"repeat a stream \(`train_dataset\.repeat\(None\)`\)", "leave out `--dataset_streaming`"),
     (r" Measure completions by `trainer\.add_callback[^`]*`", " Measure completions by `trl-multimodal-rft evaluate`"),
     (r"`train\(resume_from_checkpoint='([^`]*)'\)`", r"`--resume_from_checkpoint \1`"),
+    (r"`(cpu|single_gpu|multi_gpu|fsdp2|hsdp|deepspeed_zero\d)\.yaml`", r"`--accelerate_config \1`"),
     (r"pass functions as `reward_funcs`", "name functions by `--reward_funcs`"),
 )
 _OF_FILE = re.compile(r"\S+\.ya?ml: ")
