@@ -187,7 +187,11 @@ MISTAKES = [
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
     (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `--use_cpu`."),
-    (["ppo", *MODEL, *ROWS, "--lam=0.9"], 2, "It was removed: use `--advantage_estimator` with a setting, such as 'gae"),
+    (
+        ["ppo", *MODEL, *ROWS, "--lam=0.9"],
+        2,
+        "It was removed: use `--advantage_estimator` with a setting, such as 'gae",
+    ),
     (
         ["grpo", *MODEL, *ROWS, '--reward_recipe={"a": {}, "a": {}}'],
         2,
@@ -257,8 +261,16 @@ MISTAKES = [
     (["check", *MODEL, *ROWS, "--num_generations", "4"], 2, "It is an option of a run: `--config` reads the file"),
     (["grpo", *REWARD, "length_reward", "--value_warmup_steps", "4"], 2, "there is no option `--value_warmup_steps`."),
     (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
-    ([*BATCH, "--num_processes", "3"], 1, "`--per_device_train_batch_size 2` x `--gradient_accumulation_steps 1` x 3 pr"),
-    ([*BATCH, "--accelerate_config", "cpu"], 1, "Set `--per_device_train_batch_size 4` or `--gradient_accumulation_st"),
+    (
+        [*BATCH, "--num_processes", "3"],
+        1,
+        "`--per_device_train_batch_size 2` x `--gradient_accumulation_steps 1` x 3 pr",
+    ),
+    (
+        [*BATCH, "--accelerate_config", "cpu"],
+        1,
+        "Set `--per_device_train_batch_size 4` or `--gradient_accumulation_st",
+    ),
     ([*BATCH, "--generation_batch_size", "6", "--num_processes", "1"], 1, "Set `--generation_batch_size 8`."),
     ([*BATCH, "--num_processes", "2", "--eval_strategy", "epoch", "--per_device_eval_batch_size", "1"], 1, "_eval_b"),
 ]
@@ -436,7 +448,9 @@ def launched(*arguments):
 def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
     run = launched(2, tmp_path)
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("trl-multimodal-rft grpo: error: `--dataset_name` has no column 'prompt', only ['question']")
+    assert last.startswith(
+        "trl-multimodal-rft grpo: error: `--dataset_name` has no column 'prompt', only ['question']"
+    )
     assert 'pass `--prompt "{question}"`' in last
     assert run.returncode == 1 and run.stderr.count("has no column") == 1
     for noise in ("Traceback", "CalledProcessError", "ChildFailedError", "had defaults used instead", "elastic"):

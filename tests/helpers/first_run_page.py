@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The commands on pages, and the files on those for a user's first day. This module imports the standard library alone."""
+"""The commands on pages, and files on those for a user's first day. It imports the standard library alone."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ def typed(page: Path = PAGE) -> list[tuple[str, str]]:
 
 def commands(page):
     """Returns the words of each command in a page's shell blocks, without variables, redirections and placeholders."""
-    text = "".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    text = "".join(re.findall(r"^```(?:ba)?sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
     open_quote = ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
         open_quote += line.partition(" > ")[0]

@@ -78,7 +78,16 @@ def shortened(words):
     if name in ("evaluate", "filter"):
         more += ["--max_completion_length", "4"]
     if name == "compare":
-        more += ["--prompt", "What is it?", "--per_device_train_batch_size", "2", "--num_generations", "2", "--steps", "1"]
+        more += [
+            "--prompt",
+            "What is it?",
+            "--per_device_train_batch_size",
+            "2",
+            "--num_generations",
+            "2",
+            "--steps",
+            "1",
+        ]
     if "--dtype" in options:
         more += ["--dtype", "float32"]
     return more
@@ -96,7 +105,7 @@ def write_inputs(folder, words):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(saved(family))
     media = [str(folder / f"{kind}{i}") for i in range(4)]
-    for i, path in enumerate(media):
+    for i in range(4):
         (folder / f"{kind}{i}").write_bytes(MEDIA[kind][1](i))
     columns = {"prompt": ["What is it? <answer>"] * 4, kind: media, "solution": ["a bird", "a cat"] * 2}
     named = [word for option, word in zip(words, words[1:], strict=False) if option == "--dataset_name"]

@@ -45,10 +45,10 @@ from ..encoding.supervised import SupervisedEncoder
 from ..families import input_modalities
 from ..modalities import MODALITIES
 from ..models.pretrained import read_config
+from ..paths import names_reward_model
 from ..printable import printable
 from ..progress import progress_bar
 from ..reporting.model_card import in_code
-from ..paths import names_reward_model
 from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_funcs
 from .options import config_path
 from .options import read_config as read_run_config
@@ -489,6 +489,12 @@ def run(args: argparse.Namespace) -> None:
         report.note_error(str(error))
     if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
         report.note_error(str(too_few_rows_error(len(rows), args.batch_rows, has_groups=True)))
+    if isinstance(rows, Dataset) and len(rows) > 1 and "solution" in rows.column_names:
+        solutions = {str(solution) for solution in rows["solution"]}
+        if len(solutions) == 1:
+            report.warnings.append(
+                f"All {len(rows)} solutions are {solutions.pop()!r:.60}, so that a model needs no question to answer."
+            )
     report.empty_note = describe_empty_cells(
         rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
     )

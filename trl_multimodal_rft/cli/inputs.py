@@ -149,8 +149,8 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
     """
-    Returns the arguments of a trainer for quantization and for an adapter, by default of all linear layers. One name in
-    `lora_target_modules` is the end of layers' names, as each of several is; PEFT would take it for a whole name.
+    Returns the arguments of a trainer for quantization and for an adapter, by default of all linear layers. One name
+    in `lora_target_modules` ends layers' names, as each of several does; PEFT would take it for a whole name.
     """
     if model_args.use_peft:
         require_module("peft", "peft")

@@ -297,7 +297,9 @@ def _summary(name: str, text: str, default: Value = None) -> str:
     sentence = " ".join(text.split()).replace("`", "").partition(". ")[0].rstrip(".")
     words = " ".join(map(str, default)) if isinstance(default, list) else default
     stated = "" if default in (None, False, {}) or "efault" in sentence else f" ({words})"
-    return f"  {name:32} {textwrap.shorten(sentence + stated, max(width, 20), placeholder=' ...')}"
+    if width < 35:  # a narrow terminal, whose lines hold either the name or the text
+        return f"  {name}\n      {textwrap.shorten(sentence + stated, width + 29, placeholder=' ...')}"
+    return f"  {name:32} {textwrap.shorten(sentence + stated, width, placeholder=' ...')}"
 
 
 def add_short_help(parser: Parser) -> None:

@@ -171,7 +171,9 @@ def check_functions(names: Sequence[str], kind: str = "reward function") -> None
         elif name not in built_in:
             folders = [path.parent.name for path in Path().glob("*/config.json")] if is_reward else []
             another = ", or the folder of a reward model" if is_reward else ""
-            raise unknown_name_error(kind, name, [*built_in, *folders], f"a dotted path such as `my_{kind[:4]}s.NAME`{another}")
+            raise unknown_name_error(
+                kind, name, [*built_in, *folders], f"a dotted path such as `my_{kind[:4]}s.NAME`{another}"
+            )
 
 
 def _functions_in(file: Path) -> list[str]:

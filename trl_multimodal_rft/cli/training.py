@@ -183,8 +183,15 @@ def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: Tr
         *ask,
         *([evaluate] if has_solutions else []),
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
-        "  publish:  " + publish,
+        *([] if _has_local_base(folder) else ["  publish:  " + publish]),
     ]
+
+
+def _has_local_base(folder: str) -> bool:
+    """Returns whether a folder has an adapter of a model in another folder, without which others can't load it."""
+    config = Path(folder, "adapter_config.json")
+    base = json.loads(config.read_text()).get("base_model_name_or_path") if config.is_file() else None
+    return base is not None and Path(base).is_dir()
 
 
 def held_out_rows(script_args: RunArguments, evaluates: bool) -> str | None:

@@ -49,12 +49,18 @@ SENTENCES = (
     (r"it needs `prompt`, (?=`c)", 'it needs `prompt` (`--prompt "..."` makes it), '),
     (r" of `peft_config` name no layer", " name no layer"),
     (r"Number of reward weights \((\d+)\) must match", r"The number of `--reward_weights` (\1) must match"),
-    (r"Using fsdp only works in distributed training\.", "`--fsdp` alone does nothing; use `--accelerate_config fsdp2`."),
+    (
+        r"Using fsdp only works in distributed training\.",
+        "`--fsdp` alone does nothing; use `--accelerate_config fsdp2`.",
+    ),
     (
         r"--load_best_model_at_end requires the save and eval strategy to match.*",
-        "`--load_best_model_at_end` needs evaluations; set `--eval_strategy` as `--save_strategy` is, such as `steps`.",
+        "`--load_best_model_at_end` needs evaluations; set `--eval_strategy` to what `--save_strategy` is.",
     ),
-    (r"At most one of fp16 and bf16 can be True, but not both", "`--fp16` and `--bf16` exclude each other; remove one"),
+    (
+        r"At most one of fp16 and bf16 can be True, but not both",
+        "`--fp16` and `--bf16` exclude each other; remove one",
+    ),
     (
         r"You cannot perform fine-tuning on purely quantized models\..*",
         "Quantized weights can't be trained; add `--use_peft`, which trains an adapter.",

@@ -51,15 +51,17 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 
 def _check_tables(folder: Path, columns: Collection[str]) -> None:
-    """Raises a `ValueError` about a table beside media that `datasets` hasn't read, as it reads `metadata.csv` alone."""
+    """Raises a `ValueError` about a table beside media, of which `datasets` reads `metadata.csv` alone."""
     if not columns or not {*columns} <= {"audio", "image", "video", "label"}:
         return
-    tables = (path for path in sorted(folder.iterdir()) if path.suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet"))
+    tables = (
+        path for path in sorted(folder.iterdir()) if path.suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+    )
     table = next((path for path in tables if path.stem != "metadata"), None)
     if table is not None:
         raise ValueError(
-            f"its table {table.name!r} isn't read beside media; name the table, {str(table)!r}, and {str(folder)!r} as "
-            "`media_dir`, or call it 'metadata.csv' with the files' names in a column 'file_name'"
+            f"its table {table.name!r} isn't read beside media; name the table, {str(table)!r}, and {str(folder)!r} "
+            "as `media_dir`, or call it 'metadata.csv' with the files' names in a column 'file_name'"
         )
 
 
