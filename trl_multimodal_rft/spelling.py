@@ -73,17 +73,16 @@ _ELSEWHERE = {
     "lora_rank": ("use `lora_r`",),
     "kl_loss_coef": ("use `beta`",),
     "val_dataset": ("use `eval_dataset`",),
-    **{
-        f"freeze_{part}": (f"use `freeze` with the names of parts, as in `freeze=['{name}']`",)
-        for name, parts in {
-            "vision_tower": ("vision_tower", "vision_modules", "vision", "vit"),
-            "audio_tower": ("audio_tower", "audio_encoder", "audio"),
-            "projector": ("multi_modal_projector", "projector", "aligner"),
-            "language_model": ("language_model", "llm"),
-        }.items()
-        for part in parts
-    },
 }
+# Options of other tools that freeze a part, by its name here
+_FREEZING = {
+    "vision_tower": ("freeze_vision_tower", "freeze_vision_modules", "freeze_vision", "freeze_vit"),
+    "audio_tower": ("freeze_audio_tower", "freeze_audio_encoder", "freeze_audio"),
+    "projector": ("freeze_multi_modal_projector", "freeze_projector", "freeze_aligner"),
+    "language_model": ("freeze_language_model", "freeze_llm"),
+}
+for _part, _names in _FREEZING.items():
+    _ELSEWHERE |= dict.fromkeys(_names, (f"use `freeze` with the names of parts, as in `freeze=['{_part}']`",))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -161,5 +161,5 @@ def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
         targets = "all-linear"
     config = get_peft_config(replace(model_args, lora_target_modules=None))
     if config is not None and targets:
-        config.target_modules = targets if isinstance(targets, str) else {*targets}
+        vars(config)["target_modules"] = targets if isinstance(targets, str) else {*targets}
     return {"quantization_config": get_quantization_config(model_args), "peft_config": config}

@@ -57,9 +57,9 @@ def check_needed(command: str, args: argparse.Namespace) -> None:
         needed, value = _NEEDED.get(name) or _NEEDED.get(prefix) or ("", "")
         if needed not in options or getattr(args, name) in (None, False):
             continue
-        found = getattr(args, needed, options[needed])
-        is_off = found in (None, False, "no")
-        is_fitting = str(found) in str(value).split(" or ") or str(value).isupper()
+        setting = getattr(args, needed, options[needed])
+        is_off = setting in (None, False, "no")
+        is_fitting = str(setting) in str(value).split(" or ") or str(value).isupper()
         if hasattr(args, needed) if is_off else is_fitting or value is True:
             continue
         missing = f"`--{needed}`" if value is True else f"`--{needed} {value}`"

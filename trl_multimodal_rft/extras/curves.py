@@ -182,8 +182,9 @@ def _draw(
     if len(curves) > 1:
         # Below the axes, where no curve is; two labels beside each other fit under a panel if they are short
         is_short = max(map(len, curves)) <= 10
-        place = {"loc": "upper left", "bbox_to_anchor": (-0.08, -0.22), "ncols": 2 if is_short else 1}
-        axes.legend(fontsize=8, frameon=False, columnspacing=1.0, labelspacing=0.2, **place)
+        columns = 2 if is_short else 1
+        style = {"fontsize": 8, "frameon": False, "columnspacing": 1.0, "labelspacing": 0.2}
+        axes.legend(loc="upper left", bbox_to_anchor=(-0.08, -0.22), ncols=columns, **style)
     else:
         axes.set_title(last, loc="right", fontsize=10, color=colour)
 
