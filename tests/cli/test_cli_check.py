@@ -255,7 +255,7 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, said):
     picture = image(56, 56)["image"]
     Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
     for name, options, *messages in (
-        ("rows.parquet", (), "3 of 3 rows (100 %) would not train.", "pass `--prompt '{question}'`."),
+        ("rows.parquet", (), "3 of 3 rows (100 %) would not train.", 'pass `--prompt "{question}"`.'),
         ("rows.parquet", ("--prompt", "{question}", "--system_prompt", "Answer."), "All 3 rows would train."),
         ("unread.parquet", (), "rename it to 'image'"),
         ("unread.parquet", ("--ignored_media_columns", "photo"), "All 3 rows would train."),

@@ -53,6 +53,7 @@ from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_f
 from .options import config_path
 from .options import read_config as read_run_config
 from .templates import with_system_message, with_texts
+from .words import in_shell
 
 
 _MAX_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
@@ -510,7 +511,7 @@ def run(args: argparse.Namespace) -> None:
         report.note_error("The dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
     if len(report.labels) == 1:
         report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
-    text = report.text()
+    text = "\n".join(in_shell(line, [*vars(args)]) for line in report.text().split("\n"))
     print(printable(text), end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")
