@@ -28,6 +28,7 @@ from trl_multimodal_rft import cli
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.check import RowChecker, checked_rows, without_weights
 from trl_multimodal_rft.cli.parsers import options_for_check
+from trl_multimodal_rft.cli.words import in_shell
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.reading.sizes import media_size
@@ -118,7 +119,7 @@ def test_report_is_true(sounds, tmp_path, overlong, said):
     rows = [[int(i.split()[0]) for i in cause.split("Rows: ")[1].split(",")] for cause in causes]
     assert sorted(map(tuple, rows)) == sorted([(3, 11), (8,), (14,), (17,)] + [(5, 6)] * (overlong == "raise"))
     for cause, places in zip(causes, rows, strict=True):
-        reason = failed[places[0]].split(": ", 1)[1]
+        reason = in_shell(failed[places[0]].split(": ", 1)[1], ["audio_overlong"])
         assert ("'corrupt.wav': " in cause) == (places == [3, 11])
         assert cause.startswith(f"{len(places)} of 24 rows")
         assert " ".join(reason.split()) in cause
