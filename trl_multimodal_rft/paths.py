@@ -25,6 +25,13 @@ def local_path(name: str) -> Path | None:
     raise ValueError(f"There is no file or folder {name!r}; {similar_names(path)[0]}.")
 
 
+def names_reward_model(text: str) -> bool:
+    """Returns whether an entry of `--reward_funcs` names a model, in a folder or on the Hub, and no function."""
+    folder = Path(os.path.expanduser(text))
+    has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return not text.endswith(")") and (has_config or "/" in text)
+
+
 def check_not_overwritten(output_dir: str, name: str | None) -> None:
     """Raises a `ValueError` if a run would write its model over the one in the folder `name`."""
     folder = "" if name is None else os.path.expanduser(name)

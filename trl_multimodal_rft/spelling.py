@@ -74,6 +74,15 @@ _ELSEWHERE = {
     "kl_loss_coef": ("use `beta`",),
     "val_dataset": ("use `eval_dataset`",),
 }
+# Options of other tools that freeze a part, by its name here
+_FREEZING = {
+    "vision_tower": ("freeze_vision_tower", "freeze_vision_modules", "freeze_vision", "freeze_vit"),
+    "audio_tower": ("freeze_audio_tower", "freeze_audio_encoder", "freeze_audio"),
+    "projector": ("freeze_multi_modal_projector", "freeze_projector", "freeze_aligner"),
+    "language_model": ("freeze_language_model", "freeze_llm"),
+}
+for _part, _names in _FREEZING.items():
+    _ELSEWHERE |= dict.fromkeys(_names, (f"use `freeze` with the names of parts, as in `freeze=['{_part}']`",))
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -186,8 +186,12 @@ MISTAKES = [
     (["prepare", "avqaa", "x", "--output_dir", "y"], 2, "invalid choice: 'avqaa' (choose from 'avqa', "),
     (["grpo", *MODEL, *ROWS, "--num_generation", "4"], 2, "Did you mean `--num_generations`?"),
     (["grpo", *MODEL, *ROWS, "--max_prompt_length=4"], 2, "It was removed: remove long prompts from the dataset"),
-    (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `use_cpu`."),
-    (["ppo", *MODEL, *ROWS, "--lam=0.9"], 2, "It was removed: use `advantage_estimator` with a setting, such as 'gae"),
+    (["ppo", *MODEL, *ROWS, "--no_cuda"], 2, "It was removed: use `--use_cpu`."),
+    (
+        ["ppo", *MODEL, *ROWS, "--lam=0.9"],
+        2,
+        "It was removed: use `--advantage_estimator` with a setting, such as 'gae",
+    ),
     (
         ["grpo", *MODEL, *ROWS, '--reward_recipe={"a": {}, "a": {}}'],
         2,
@@ -243,6 +247,10 @@ MISTAKES = [
     (["evaluate", *ROWS, "--model_name_or_path", "./model"], 1, "There is no file or folder './model'"),
     (["chat", "./model"], 1, "There is no file or folder './model'"),
     (["check", *MODEL, "--dataset_name", "rows.jsonl"], 1, "There is no file or folder 'rows.jsonl'"),
+    (["grpo", *MODEL, *ROWS, "--lora_r", "8"], 1, "`--lora_r` has no effect without `--use_peft`; add it"),
+    (["grpo", *MODEL, *ROWS, "--learning_rate", "-1e-5"], 2, "--learning_rate: it must be at least 0, got -1e-05"),
+    (["dpo", *MODEL, *ROWS, "--deepspeed", "zero2"], 1, "use `--accelerate_config deepspeed_zero2`"),
+    (["sft", *MODEL, *ROWS, "--freeze_vit", "true"], 2, "as in `--freeze vision_tower`"),
     (["grpo", *REWARD, "acuracy_reward"], 1, "reward function 'acuracy_reward'. Did you mean `accuracy_reward`?"),
     (["ppo", *REWARD, "hopeless"], 1, "no reward function 'hopeless'; name one of ['accuracy_reward'"),
     (["grpo", *REWARD, "min.good"], 1, "there is no module 'min'. '"),
@@ -250,16 +258,24 @@ MISTAKES = [
     (["dpo", *MODEL, *ROWS, "--report_to", "no-such"], 1, "no tracker. Name one of clearml, "),
     (["kto", *MODEL, *ROWS, "--report_to=mlflow"], 1, "names 'mlflow', which isn't installed: `pip install mlflow`"),
     (["sft", *ROWS, "--model_name_or_path", "folder", "--output_dir", "./folder/"], 1, "the folder of the model"),
-    (["grpo", *MODEL, *ROWS, "--n", "4"], 2, "there is no option `--n`. Use `num_generations`."),
-    (["dpo", *MODEL, *ROWS, "--max-completion-length", "4"], 2, "Use `max_length`, for a prompt and its completion"),
+    (["grpo", *MODEL, *ROWS, "--n", "4"], 2, "there is no option `--n`. Use `--num_generations`."),
+    (["dpo", *MODEL, *ROWS, "--max-completion-length", "4"], 2, "Use `--max_length`, for a prompt and its completion"),
     (["kto", *MODEL, *ROWS, "--num_generations", "4"], 2, "Leave it out, as completions are those of the dataset."),
     (["sft", *MODEL, *ROWS, "--media_dir", "pictures"], 1, "pictures', which isn't a folder; correct it."),
     (["check", *MODEL, *ROWS, "--num_generations", "4"], 2, "It is an option of a run: `--config` reads the file"),
     (["grpo", *REWARD, "length_reward", "--value_warmup_steps", "4"], 2, "there is no option `--value_warmup_steps`."),
     (["check", *MODEL, *ROWS, "--media_rules", '{"max_image": 1}'], 1, "no key 'max_image'. Did you mean `max_im"),
-    ([*BATCH, "--num_processes", "3"], 1, "`per_device_train_batch_size=2` x `gradient_accumulation_steps=1` x 3 pr"),
-    ([*BATCH, "--accelerate_config", "cpu"], 1, "Set `per_device_train_batch_size=4` or `gradient_accumulation_st"),
-    ([*BATCH, "--generation_batch_size", "6", "--num_processes", "1"], 1, "Set `generation_batch_size=8`."),
+    (
+        [*BATCH, "--num_processes", "3"],
+        1,
+        "`--per_device_train_batch_size 2` x `--gradient_accumulation_steps 1` x 3 pr",
+    ),
+    (
+        [*BATCH, "--accelerate_config", "cpu"],
+        1,
+        "Set `--per_device_train_batch_size 4` or `--gradient_accumulation_st",
+    ),
+    ([*BATCH, "--generation_batch_size", "6", "--num_processes", "1"], 1, "Set `--generation_batch_size 8`."),
     ([*BATCH, "--num_processes", "2", "--eval_strategy", "epoch", "--per_device_eval_batch_size", "1"], 1, "_eval_b"),
 ]
 
@@ -436,7 +452,10 @@ def launched(*arguments):
 def test_error_of_input_in_launched_processes_is_one_line(tmp_path):
     run = launched(2, tmp_path)
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("trl-multimodal-rft grpo: error: `train_dataset` has no column 'prompt', only ['question']")
+    assert last.startswith(
+        "trl-multimodal-rft grpo: error: `--dataset_name` has no column 'prompt', only ['question']"
+    )
+    assert 'pass `--prompt "{question}"`' in last
     assert run.returncode == 1 and run.stderr.count("has no column") == 1
     for noise in ("Traceback", "CalledProcessError", "ChildFailedError", "had defaults used instead", "elastic"):
         assert noise not in run.stderr

@@ -28,6 +28,7 @@ from trl_multimodal_rft import cli
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.check import RowChecker, checked_rows, without_weights
 from trl_multimodal_rft.cli.parsers import options_for_check
+from trl_multimodal_rft.cli.words import in_shell
 from trl_multimodal_rft.data.reading.refs import MediaError, MediaRef
 from trl_multimodal_rft.data.reading.rules import MediaRules
 from trl_multimodal_rft.data.reading.sizes import media_size
@@ -118,7 +119,7 @@ def test_report_is_true(sounds, tmp_path, overlong, said):
     rows = [[int(i.split()[0]) for i in cause.split("Rows: ")[1].split(",")] for cause in causes]
     assert sorted(map(tuple, rows)) == sorted([(3, 11), (8,), (14,), (17,)] + [(5, 6)] * (overlong == "raise"))
     for cause, places in zip(causes, rows, strict=True):
-        reason = failed[places[0]].split(": ", 1)[1]
+        reason = in_shell(failed[places[0]].split(": ", 1)[1], ["audio_overlong"])
         assert ("'corrupt.wav': " in cause) == (places == [3, 11])
         assert cause.startswith(f"{len(places)} of 24 rows")
         assert " ".join(reason.split()) in cause
@@ -255,7 +256,7 @@ def test_datasets_that_have_no_rows_to_train_on(tmp_path, said):
     picture = image(56, 56)["image"]
     Dataset.from_list([{"prompt": "What?", "photo": picture}] * 3).to_parquet(tmp_path / "unread.parquet")
     for name, options, *messages in (
-        ("rows.parquet", (), "3 of 3 rows (100 %) would not train.", "pass `--prompt '{question}'`."),
+        ("rows.parquet", (), "3 of 3 rows (100 %) would not train.", 'pass `--prompt "{question}"`.'),
         ("rows.parquet", ("--prompt", "{question}", "--system_prompt", "Answer."), "All 3 rows would train."),
         ("unread.parquet", (), "rename it to 'image'"),
         ("unread.parquet", ("--ignored_media_columns", "photo"), "All 3 rows would train."),

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The files and commands on the pages for a user's first day. This module imports the standard library alone."""
+"""The commands on pages, and files on those for a user's first day. It imports the standard library alone."""
 
 import re
 import shlex
@@ -27,6 +27,23 @@ def typed(page: Path = PAGE) -> list[tuple[str, str]]:
         lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
         commands += [(line, "" if following else shown) for line in lines if not line.startswith(BY_HAND)]
     return commands
+
+
+def commands(page):
+    """Returns the words of each command in a page's shell blocks, without variables, redirections and placeholders."""
+    text = "".join(re.findall(r"^```(?:ba)?sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+    open_quote = ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        open_quote += line.partition(" > ")[0]
+        try:
+            words = [word for word in shlex.split(open_quote, comments=True) if word != "..."]
+        except ValueError:  # the quote continues in the next line
+            continue
+        open_quote = ""
+        while words and re.match(r"\w+=", words[0]):
+            del words[0]
+        if words:
+            yield words
 
 
 def masked(console: str, folder: Path) -> list[str]:

@@ -219,6 +219,10 @@ def test_pairs_of_the_first_files_train(first_recordings):
     lines = [shlex.split(line)[1:] for line, _ in first_run_page.typed(first_run_page.PAIRS)]
     trained = [words for words in lines if words[0] != "evaluate"]
     assert [words[0] for words in trained] == ["sft", "dpo", "reward", "kto"]
+    judged = "GRPO then trains a policy on its scores, with `--reward_funcs judge`"
+    assert judged in first_run_page.PAIRS.read_text()
+    policy = "grpo --model_name_or_path taught --dataset_name train.csv --media_dir recordings --num_generations 2"
+    trained.append([*policy.split(), "--prompt", "Which digit is spoken?", "--reward_funcs", "judge"])
     for words in trained:
         words += ["--max_steps", "1", "--per_device_train_batch_size", "4"]
         code = f"from trl_multimodal_rft.cli import main; main({words!r})"
@@ -229,30 +233,13 @@ def test_pairs_of_the_first_files_train(first_recordings):
 WITH_COMMANDS = [README, CONTRIBUTING, *PAGES]
 
 
-def commands(page):
-    """Returns the words of each command in a page's shell blocks, without variables, redirections and placeholders."""
-    text = "".join(re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
-    open_quote = ""
-    for line in text.replace("\\\n", " ").splitlines(keepends=True):
-        open_quote += line.partition(" > ")[0]
-        try:
-            words = [word for word in shlex.split(open_quote, comments=True) if word != "..."]
-        except ValueError:  # the quote continues in the next line
-            continue
-        open_quote = ""
-        while words and re.match(r"\w+=", words[0]):
-            del words[0]
-        if words:
-            yield words
-
-
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_there(page):
     """Covers targets of make, options of this package's commands, extras, files, and prompts for what is rewarded."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     text = page.read_text()
     named = re.findall(r"`(make [\w-]+|trl-multimodal-rft \w+(?: --help)?)`", text)
-    for program, *words in [*commands(page), *map(str.split, named)]:
+    for program, *words in [*first_run_page.commands(page), *map(str.split, named)]:
         if [program, *words[:3]] == ["hf", "jobs", "uv", "run"]:
             job = uv_app.commands["run"].make_context("run", words[3:]).params
             program = job["script"]

@@ -18,6 +18,7 @@ from .foreign import hide_lines
 from .options import Parser, add_short_help, launched_command_parser, options_of
 from .preflight import check_names
 from .registry import COMMANDS, LAUNCHED, command_module
+from .words import in_shell, translate_logs
 
 
 _PROG = "trl-multimodal-rft"
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
+            translate_logs(parser.option_names())
             with imports:
                 command = command_module(str(name))
             try:
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
     except Exception as error:
         message = input_error(error)
+        message = message and in_shell(message, _parser(str(name)).option_names())
         if message is None or "--debug" in argv:
             raise
         print(f"{_PROG} {name}: error: {message}", file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 from trl import DatasetMixtureConfig, ScriptArguments
 
+from ..paths import names_reward_model
 from ..rewards.named import load_reward_funcs
 from ..rollout.tools import load_tools
 from ..spelling import recipe_names
@@ -58,8 +59,8 @@ class RFTScriptArguments(PromptArguments):
     solution: str | None = option(None, "Template of the column `solution`, with fields as in `--prompt`.")
     reward_funcs: list[str] | None = option(
         None,
-        "Reward functions: names in `trl_multimodal_rft.rewards` or TRL, or dotted paths. Settings go in "
-        'brackets: `"box_iou_reward(iou_threshold=0.5)"`. Without a reward model, the default is '
+        "Reward functions: names in `trl_multimodal_rft.rewards` or TRL, dotted paths, or reward models by folder. "
+        'Settings go in brackets: `"box_iou_reward(iou_threshold=0.5)"`. Without a reward model, the default is '
         "`accuracy_reward` and `format_reward`, whose tags prompts must request; `--benchmark` and `--pairs` "
         "have other defaults.",
     )
@@ -82,11 +83,22 @@ class RFTScriptArguments(PromptArguments):
         if self.reward_funcs is not None and self.reward_recipe is not None:
             raise ValueError("`reward_recipe` names the reward functions, too; remove `reward_funcs`.")
 
-    def load_rewards(self, default_names: Sequence[str]) -> list[Callable]:
-        """Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default_names`."""
+    def load_rewards(self, default_names: Sequence[str], takes_models: bool = False) -> list[Any]:
+        """
+        Loads the reward functions of `reward_recipe` or `reward_funcs`. Without both, loads `default_names`. Names of
+        reward models stay, for a trainer to load.
+        """
         if self.reward_recipe is not None:
             return load_reward_recipe(self.reward_recipe, self.reward_label_column)
-        return load_reward_funcs(default_names if self.reward_funcs is None else self.reward_funcs)
+        names = default_names if self.reward_funcs is None else self.reward_funcs
+        functions = load_reward_funcs([name for name in names if not names_reward_model(name)])
+        if len(functions) < len(names) and not takes_models:
+            raise ValueError(
+                "`--reward_funcs` names a reward model, whose scores don't tell whether an answer is correct; name "
+                "functions alone."
+            )
+        remaining = iter(functions)
+        return [name if names_reward_model(name) else next(remaining) for name in names]
 
 
 @dataclass

@@ -45,6 +45,7 @@ from ..encoding.supervised import SupervisedEncoder
 from ..families import input_modalities
 from ..modalities import MODALITIES
 from ..models.pretrained import read_config
+from ..paths import names_reward_model
 from ..printable import printable
 from ..progress import progress_bar
 from ..reporting.model_card import in_code
@@ -52,6 +53,7 @@ from ..rewards.named import DEFAULT_REWARDS, check_reward_columns, load_reward_f
 from .options import config_path
 from .options import read_config as read_run_config
 from .templates import with_system_message, with_texts
+from .words import in_shell
 
 
 _MAX_LISTED = 20  # maximum number of rows and columns that the report lists for a cause
@@ -481,11 +483,19 @@ def run(args: argparse.Namespace) -> None:
         )
         if warning is not None:
             report.warnings.append(warning)
-        report.warnings += check_reward_columns(load_reward_funcs(_reward_names(args, rows.column_names or ())), rows)
+        names = _reward_names(args, rows.column_names or ())
+        functions = load_reward_funcs([name for name in names if not names_reward_model(name)])
+        report.warnings += check_reward_columns(functions, rows)
     except ValueError as error:  # an error of the dataset as a whole
         report.note_error(str(error))
     if isinstance(rows, Dataset) and 0 < len(rows) < args.batch_rows:
         report.note_error(str(too_few_rows_error(len(rows), args.batch_rows, has_groups=True)))
+    if isinstance(rows, Dataset) and len(rows) > 1 and "solution" in rows.column_names:
+        solutions = {str(solution) for solution in rows["solution"]}
+        if len(solutions) == 1:
+            report.warnings.append(
+                f"All {len(rows)} solutions are {solutions.pop()!r:.60}, so that a model needs no question to answer."
+            )
     report.empty_note = describe_empty_cells(
         rows, {*MEDIA_COLUMNS, "solution"}.difference(args.ignored_media_columns or ())
     )
@@ -501,7 +511,7 @@ def run(args: argparse.Namespace) -> None:
         report.note_error("The dataset prefers nothing: 'chosen' and 'rejected' are equal in all rows.")
     if len(report.labels) == 1:
         report.warnings.append(f"All labels are {[*report.labels][0]}, so that KTO has nothing to compare with.")
-    text = report.text()
+    text = "\n".join(in_shell(line, [*vars(args)]) for line in report.text().split("\n"))
     print(printable(text), end="")
     if args.output is not None:
         Path(args.output).write_text(text, encoding="utf-8")

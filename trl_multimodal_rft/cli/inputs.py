@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Keyword arguments of trainers from the arguments of scripts, with loaded datasets and reward functions."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from .templates import with_system_message, with_texts
 
 
 logger = get_logger(__name__)
+
+_LAYER_NAME = re.compile(r"[\w.]+")  # of `lora_target_modules`, no pattern and not "all-linear"
 
 
 def with_prompts(rows: Dataset | IterableDataset, script_args: PromptArguments) -> Dataset | IterableDataset:
@@ -84,7 +87,7 @@ def trainer_inputs(
     }
     if isinstance(script_args, RFTScriptArguments):
         reward_model = script_args.reward_model_name_or_path
-        functions = script_args.load_rewards(DEFAULT_REWARDS if reward_model is None else [])
+        functions = script_args.load_rewards(DEFAULT_REWARDS if reward_model is None else [], takes_models=True)
         inputs["reward_funcs"] = functions if reward_model is None else [reward_model, *functions]
     if isinstance(script_args, RLScriptArguments) and script_args.chat_template_path is not None:
         source = str(model_args.model_name_or_path), model_args.model_revision, training_args.trust_remote_code
@@ -145,7 +148,18 @@ def model_init_kwargs(model_args: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_inputs(model_args: ModelConfig) -> dict[str, Any]:
-    """Returns the arguments of a trainer for quantization and for an adapter."""
+    """
+    Returns the arguments of a trainer for quantization and for an adapter, by default of all linear layers. One name
+    in `lora_target_modules` ends layers' names, as each of several does; PEFT would take it for a whole name.
+    """
     if model_args.use_peft:
         require_module("peft", "peft")
-    return {"quantization_config": get_quantization_config(model_args), "peft_config": get_peft_config(model_args)}
+    targets = model_args.lora_target_modules
+    if isinstance(targets, str) and _LAYER_NAME.fullmatch(targets):
+        targets = [targets]
+    if not targets and not model_args.lora_target_parameters:
+        targets = "all-linear"
+    config = get_peft_config(replace(model_args, lora_target_modules=None))
+    if config is not None and targets:
+        vars(config)["target_modules"] = targets if isinstance(targets, str) else {*targets}
+    return {"quantization_config": get_quantization_config(model_args), "peft_config": config}

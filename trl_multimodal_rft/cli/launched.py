@@ -9,6 +9,8 @@ from ..launchers import end_with_launcher, end_with_others, end_without_teardown
 from ..lazy import uncollected_imports
 from .errors import write_error
 from .foreign import hide_lines
+from .options import options_of
+from .words import translate_logs
 
 
 if __name__ == "__main__":
@@ -18,6 +20,7 @@ if __name__ == "__main__":
         with uncollected_imports():
             end_with_launcher()
             hide_lines()
+            translate_logs([option["name"] for option in options_of(sys.argv[1])])
             script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
             arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
         script.main(*arguments)

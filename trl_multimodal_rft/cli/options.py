@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from ..paths import local_path
 from ..spelling import check_interval, did_you_mean, interval_words, read_json
 from .errors import one_line
+from .words import in_shell
 
 
 # Titles of groups of options, in the order of `--help`
@@ -53,6 +54,7 @@ _PATHS = ("output_dir", "compare_with")
 TRACEBACK = "traceback"  # destination of `--debug`
 _LAUNCH_PREFIX = "launch "  # prefix of `dest` for options of `accelerate launch`
 _OPTION_WORD = re.compile(r"^--([\w-]+)(?==|\Z)")
+_NEGATIVE = re.compile(r"^-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$", re.IGNORECASE)
 _HELP = {"-h", "--help", "--help-all", "--help_all"}
 _MAX_LISTED = 8  # maximum number of choices that `--help` shows beside the option
 
@@ -154,12 +156,17 @@ class Parser(argparse.ArgumentParser):
         formatter = functools.partial(_HelpFormatter, max_help_position=32)
         texts = {"prog": prog, "usage": usage, "description": description, "epilog": epilog, "add_help": add_help}
         super().__init__(**texts, allow_abbrev=False, formatter_class=formatter)
+        self._negative_number_matcher = _NEGATIVE  # argparse takes `-1e-5` for an option
         self.options: list[dict[str, Any]] = []  # options of a launched command
         self.nullable: set[str] = set()  # options that accept null in a config file
         self.error_prefix = ""  # start of error messages while a config file is read
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {self.error_prefix}{one_line(message)}\n")
+        text = in_shell(one_line(message), self.option_names())
+        self.exit(2, f"{self.prog}: error: {self.error_prefix}{text}\n")
+
+    def option_names(self) -> list[str]:
+        return [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
 
     def _check_value(self, action: argparse.Action, value: Value) -> None:
         try:
@@ -178,8 +185,8 @@ class Parser(argparse.ArgumentParser):
         words = [_OPTION_WORD.sub(lambda name: f"--{name[1].replace('-', '_')}", word) for word in args or ()]
         for name in (word.split("=")[0] for word in words if word.startswith("--")):
             if name not in self._option_string_actions:
-                names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-                near = did_you_mean(name[2:], names).replace("mean `", "mean `--")
+                names = self.option_names()
+                near = did_you_mean(name[2:], names)
                 of_runs = {option["name"] for option in table()["options"]}
                 if "config" in names and not self.options and name[2:] in of_runs:
                     near = " It is an option of a run: `--config` reads the file of the run with it."
@@ -290,7 +297,9 @@ def _summary(name: str, text: str, default: Value = None) -> str:
     sentence = " ".join(text.split()).replace("`", "").partition(". ")[0].rstrip(".")
     words = " ".join(map(str, default)) if isinstance(default, list) else default
     stated = "" if default in (None, False, {}) or "efault" in sentence else f" ({words})"
-    return f"  {name:32} {textwrap.shorten(sentence + stated, max(width, 20), placeholder=' ...')}"
+    if width < 35:  # a narrow terminal, whose lines hold either the name or the text
+        return f"  {name}\n      {textwrap.shorten(sentence + stated, width + 29, placeholder=' ...')}"
+    return f"  {name:32} {textwrap.shorten(sentence + stated, width, placeholder=' ...')}"
 
 
 def add_short_help(parser: Parser) -> None:

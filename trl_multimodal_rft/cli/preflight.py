@@ -2,6 +2,7 @@
 """Checks of a command line before heavy imports."""
 
 import argparse
+import ast
 import glob
 import math
 import os
@@ -13,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..data.reading.rules import OPTION_NAMES, rules_of
-from ..paths import check_not_overwritten, local_path
+from ..paths import check_not_overwritten, local_path, names_reward_model
 from ..reporting.trackers import check_trackers
-from ..spelling import check_dotted, recipe_names, split_settings, unknown_name_error
+from ..spelling import check_dotted, read_json, recipe_names, split_settings, unknown_name_error
 from ..trainers.base.batch_sizes import batch_options, batch_size, check_batches
 from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, table
 
@@ -23,6 +24,57 @@ from .options import NAME_OPTIONS, Value, config_path, options_of, read_config, 
 # Device files of GPUs and other accelerators. By default, `accelerate launch` starts one process per accelerator.
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/dri/renderD*", "/dev/davinci[0-9]*", "/dev/accel*", "/dev/mlu*")
 _ACCELERATORS += ("/dev/accel/accel*", "/dev/hl[0-9]*", "/dev/mtgpu*")
+
+
+_MOST_NAMED = 5  # functions that an error about their module names
+
+
+# Options that have no effect without another one, which an error names: a flag, or an option and its value
+_NEEDED: dict[str, tuple[str, str | bool]] = {
+    **dict.fromkeys(("use_rslora", "use_dora"), ("use_peft", True)),
+    **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"), ("load_in_4bit", True)),
+    "eval_steps": ("eval_strategy", "steps"),
+    **dict.fromkeys(("eval_delay", "eval_on_start", "num_generations_eval"), ("eval_strategy", "steps or epoch")),
+    **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), ("sync_ref_model", True)),
+    **dict.fromkeys(("ptx_dataset_config", "ptx_dataset_split"), ("ptx_dataset_name", "NAME")),
+    "reward_label_column": ("reward_recipe", "JSON"),
+    "test_split_size": ("datasets", "JSON"),
+    "greater_is_better": ("metric_for_best_model", "NAME"),
+    **dict.fromkeys(("max_tool_calling_iterations", "max_tool_media"), ("tools", "NAME")),
+    "lora_": ("use_peft", True),
+    "vllm_": ("use_vllm", True),
+}
+
+
+def check_needed(command: str, args: argparse.Namespace) -> None:
+    """
+    Checks that options which the user set come with the option that they need. It may be set to off, as when a command
+    line changes the options of a recipe.
+    """
+    options = {option["name"]: option["default"] for option in options_of(command)}
+    for name in vars(args):
+        prefix = name.partition("_")[0] + "_"
+        needed, value = _NEEDED.get(name) or _NEEDED.get(prefix) or ("", "")
+        if needed not in options or getattr(args, name) in (None, False):
+            continue
+        setting = getattr(args, needed, options[needed])
+        is_off = setting in (None, False, "no")
+        is_fitting = str(setting) in str(value).split(" or ") or str(value).isupper()
+        if hasattr(args, needed) if is_off else is_fitting or value is True:
+            continue
+        missing = f"`--{needed}`" if value is True else f"`--{needed} {value}`"
+        raise ValueError(f"`--{name}` has no effect without {missing}; add it, or leave `--{name}` out.")
+
+
+def check_sharding(args: argparse.Namespace) -> None:
+    """Checks `--deepspeed`, which names a file of DeepSpeed, as users of other tools name a stage of ZeRO by it."""
+    config = getattr(args, "deepspeed", None)
+    stage = re.search(r"([123])(_offload)?(\.json)?\Z", config or "")
+    if config is None or config.lstrip().startswith("{") or Path(config).is_file():
+        return
+    names = [f"deepspeed_zero{stage[1]}"] if stage else ["deepspeed_zero2", "deepspeed_zero3"]
+    uses = " or ".join(f"`--accelerate_config {name}`" for name in names)
+    raise ValueError(f"`--deepspeed` names the file of a DeepSpeed config, and {config!r} is none; use {uses}.")
 
 
 def check_run(command: str, args: argparse.Namespace) -> None:
@@ -33,6 +85,8 @@ def check_run(command: str, args: argparse.Namespace) -> None:
     if command == "filter" and getattr(args, "by", "contribution") == "contribution":
         check_ablated_modality(getattr(args, "ablate", None))
     check_names(args)
+    check_needed(command, args)
+    check_sharding(args)
     check_batch(command, args)
     check_processes(args)
     if getattr(args, "max_steps", None) == 0:
@@ -84,7 +138,8 @@ def check_names(args: argparse.Namespace) -> None:
             raise ValueError(f"There is no folder {dataset!r} with the rows of {config!r}; make it: {match[1]}")
     options = {name: getattr(args, name, None) for name in OPTION_NAMES}
     given_options = {name: value for name, value in options.items() if value is not None}
-    rules_of(getattr(args, "media_rules", None), **given_options)
+    rules = getattr(args, "media_rules", None)
+    rules_of(read_json(rules) if isinstance(rules, str) and rules.lstrip().startswith("{") else rules, **given_options)
 
 
 def check_functions(names: Sequence[str], kind: str = "reward function") -> None:
@@ -92,12 +147,43 @@ def check_functions(names: Sequence[str], kind: str = "reward function") -> None
     built_in = table()["rewards" if kind == "reward function" else "tools"]
     if isinstance(names, str):
         names = [names]
+    is_reward = kind == "reward function"
     for text in names:
-        name, _ = split_settings(text)
+        if is_reward and names_reward_model(text):
+            local_path(text)
+            continue
+        name, settings = split_settings(text)
+        module = Path(name.removesuffix(".py").replace(".", "/"))
+        file = next((path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()), None)
+        if settings is None and "," in name:
+            raise ValueError(f"{text!r} are several names; separate them by spaces: `{text.replace(',', ' ')}`.")
+        if re.fullmatch(r"[\w.]+:\w+", name):
+            raise ValueError(f"There is no {kind} {name!r}; write a dot: `{name.replace(':', '.')}`.")
+        if file is not None and name not in built_in:
+            path = name.removesuffix(".py")
+            defined = [f"`{path}.{function}`" for function in _functions_in(file)]
+            raise ValueError(
+                f"{name!r} is a module, not a {kind}; name a function in it: "
+                f"{' or '.join(defined[:_MOST_NAMED]) or f'`{path}.NAME`'}."
+            )
         if "." in name:
             check_dotted(name, kind)
         elif name not in built_in:
-            raise unknown_name_error(kind, name, built_in, "a dotted path")
+            folders = [path.parent.name for path in Path().glob("*/config.json")] if is_reward else []
+            another = ", or the folder of a reward model" if is_reward else ""
+            raise unknown_name_error(
+                kind, name, [*built_in, *folders], f"a dotted path such as `my_{kind[:4]}s.NAME`{another}"
+            )
+
+
+def _functions_in(file: Path) -> list[str]:
+    """Returns the names of the public functions that a file of Python defines, without importing it."""
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError):
+        return []
+    functions = (node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return [name for name in functions if not name.startswith("_")]
 
 
 def check_batch(command: str, args: argparse.Namespace) -> None:

@@ -39,6 +39,9 @@ def write_run_file(folder: str | Path, command: str, options: Mapping[str, Any],
         for name in dict.fromkeys([*_FIRST_ENTRIES, *entries])
         if name in entries and name not in _TRANSIENT
     }
+    for name, value in entries.items():
+        if name.endswith("_steps") and isinstance(value, float) and value.is_integer():  # below 1, it is a share
+            entries[name] = int(value)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(without_secrets(entries), sort_keys=False, allow_unicode=True, width=119)
     text = f"# {command} --config {shlex.quote(str(path))}\n{text}"

@@ -17,6 +17,7 @@ from transformers.utils import is_matplotlib_available
 from trl import ModelConfig
 
 from ..data.rows.load import only_split
+from ..paths import names_reward_model
 from ..progress import announce, print_above_bars
 from ..reporting.console import CompactLogCallback
 from ..reporting.events import EventPart
@@ -156,6 +157,8 @@ def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: Tr
     data = ["--dataset_name", held_out_rows(script_args, args.eval_strategy != "no") or "path/to/held-out-rows"]
     values = {**vars(script_args), "media_dir": args.media_dir}
     values["max_completion_length"] = getattr(args, "max_completion_length", None)
+    # Scores of a reward model don't tell whether an answer is correct
+    values["reward_funcs"] = [name for name in values.get("reward_funcs") or () if not names_reward_model(name)]
     for name in ("dataset_config", "media_dir", "prompt", "reward_funcs", "tools", "max_completion_length"):
         value = values.get(name)
         if value:
@@ -180,8 +183,15 @@ def next_command_lines(script_args: RunArguments, args: TrainerConfig, state: Tr
         *ask,
         *([evaluate] if has_solutions else []),
         "  resume:   " + resume_hint(script_args, folder, state, prefix=""),
-        "  publish:  " + publish,
+        *([] if _has_local_base(folder) else ["  publish:  " + publish]),
     ]
+
+
+def _has_local_base(folder: str) -> bool:
+    """Returns whether a folder has an adapter of a model in another folder, without which others can't load it."""
+    config = Path(folder, "adapter_config.json")
+    base = json.loads(config.read_text()).get("base_model_name_or_path") if config.is_file() else None
+    return base is not None and Path(base).is_dir()
 
 
 def held_out_rows(script_args: RunArguments, evaluates: bool) -> str | None:

@@ -49,7 +49,7 @@ _PANELS = (  # some names of metrics are [`PPOTrainerVL`]'s
     _Panel(
         "Reward",
         "mean ± std of completions",
-        {"training": r"(?:rollout/)?reward", "held out": r"eval_reward(?:_mean)?"},
+        {"training": r"(?:rollout/)?reward", "held out": r"eval_reward(?:_mean)?", "": r"eval_(\w+)_reward"},
     ),
     _Panel("Held-out accuracy", "rows, confidence interval", {"": _HELD_OUT}, _SHARE_LIMITS),
     _Panel(
@@ -180,7 +180,11 @@ def _draw(
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        axes.legend(fontsize=8, edgecolor="none", framealpha=0.8)
+        # Below the axes, where no curve is; two labels beside each other fit under a panel if they are short
+        is_short = max(map(len, curves)) <= 10
+        columns = 2 if is_short else 1
+        style = {"fontsize": 8, "frameon": False, "columnspacing": 1.0, "labelspacing": 0.2}
+        axes.legend(loc="upper left", bbox_to_anchor=(-0.08, -0.22), ncols=columns, **style)
     else:
         axes.set_title(last, loc="right", fontsize=10, color=colour)
 

@@ -2,6 +2,7 @@
 """Loading of models by name."""
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -184,7 +185,13 @@ def load_adapted(
     base = config.base_model_name_or_path
     if base is None:
         raise ValueError(f"The adapter {name!r} names no base model; set `base_model_name_or_path` in its config.")
-    model = load(base, revision=config.revision or "main")
+    try:
+        model = load(base, revision=config.revision or "main")
+    except OSError as error:
+        raise OSError(
+            f"The adapter {name!r} names the base model {base!r} in its 'adapter_config.json', which can't be loaded "
+            f"from {os.getcwd()!r}; write its path or its name on the Hub there. {error}"
+        ) from error
     try:
         with loading_errors(name, "adapter"), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*Found missing adapter keys")

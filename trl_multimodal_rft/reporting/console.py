@@ -76,6 +76,9 @@ class CompactLogCallback(TrainerCallback):
         self.needs_example = True  # whether the run has shown no example yet
         self._needs_model = False  # whether a run has begun that hasn't shown its model yet
         self._has_logged = False  # whether the run has logged metrics of a step
+        self._logged_step = -1
+        self._is_training = False
+        self._evaluations: list[tuple[str, dict[str, str]]] = []  # those that wait for the metrics of their step
         self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         # Duration and number of training steps since the last line
@@ -96,9 +99,12 @@ class CompactLogCallback(TrainerCallback):
         self._needs_model = True
         self.needs_example = True
         self._has_logged = False
+        self._logged_step = -1
+        self._is_training = True
 
     def end(self) -> None:
         """Closes the bars of a run. Trainers call this method at the end of training, also after an error."""
+        self._is_training = False
         self._table = None
         while self._bars:
             self._bars.popitem()[1].close()
@@ -237,22 +243,38 @@ class CompactLogCallback(TrainerCallback):
         **_: EventPart,
     ):
         is_end = {"train_loss", "train_runtime"} <= logs.keys()  # other logs may have one of them
-        is_evaluation = any(name.startswith("eval_") for name in logs)
+        is_evaluation = any(name.startswith("eval_") for name in logs) or _prefix_of(logs) != "eval"
         self._has_logged = self._has_logged or not (is_evaluation or is_end)
         if not state.is_world_process_zero or not logs:
             return
         self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
         if is_end:
+            self._print_evaluations(state)
             if not self._has_logged:  # TRL logs the metrics of a run shorter than `logging_steps` with its totals
                 self._print(state, "", metric_values({"loss": logs["train_loss"], **logs}), self._pace(state))
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif is_evaluation:
-            self._print(state, *evaluation_values(logs))
             self._timed_until = time.perf_counter()
+            if self._logs_later(args, state):
+                self._evaluations.append(evaluation_values(logs))
+            else:
+                self._print(state, *evaluation_values(logs))
         else:
             self._print(state, "", metric_values(logs), self._pace(state))
+            self._logged_step = state.global_step
+            self._print_evaluations(state)
             self._seconds = 0.0
             self._steps = 0
+
+    def _logs_later(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Whether the metrics of this step follow, above which an evaluation at the end of the step must not stand."""
+        is_due = args.logging_strategy == "steps" and state.global_step % max(state.logging_steps, 1) == 0
+        return self._is_training and is_due and 0 < state.global_step != self._logged_step
+
+    def _print_evaluations(self, state: TrainerState) -> None:
+        for label, values in self._evaluations:
+            self._print(state, label, values)
+        self._evaluations.clear()
 
     def _pace(self, state: TrainerState) -> list[str]:
         """Returns the seconds per step and the remaining time, such as `["2.1 s/step", "7 min left"]`."""
@@ -440,9 +462,16 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
+    prefix = _prefix_of(logs)
     dataset_names = [name for name, _ in _matching("eval_(.+)_samples_per_second", logs)]
-    pattern = f"eval_(?:{re.escape(dataset_names[0])}_)?(.+)" if dataset_names else "eval_(.+)"
-    return " ".join(["eval", *dataset_names[:1]]), metric_values(dict(_matching(pattern, logs)))
+    pattern = rf"(?:eval|{re.escape(prefix)})_(?:{re.escape('|'.join(dataset_names[:1]))}_)?(.+)"
+    return " ".join([prefix, *dataset_names[:1]]), metric_values(dict(_matching(pattern, logs)))
+
+
+def _prefix_of(logs: Mapping[str, Any]) -> str:
+    """Returns the `metric_key_prefix` of an evaluation, also for other logs `"eval"`."""
+    prefixes = [name for name, _ in _matching("(.+)_samples_per_second", logs)]
+    return next((name for name in prefixes if name != "train" and not name.startswith("eval")), "eval")
 
 
 def _matching(pattern: str, logs: Mapping[str, Any]) -> list[tuple[str, Any]]:

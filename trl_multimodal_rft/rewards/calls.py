@@ -25,6 +25,7 @@ from trl.trainer.utils import (
 
 from ..data.reading.rules import MediaRules
 from ..data.rows.columns import as_text, strip_media
+from ..data.rows.names import ANSWER_NAMES
 from ..encoding.processors import control_tokens
 from ..spelling import did_you_mean
 from .class_labels import with_labels
@@ -81,9 +82,11 @@ class RowError(ValueError):
 def require_column(values: Sequence[T] | None, column: str, name: str, columns: Collection[str]) -> Sequence[T]:
     """Returns `values`, the column that the function `name` compares with. Raises `ValueError` if it is missing."""
     if values is None:
+        likely = next((other for other in ANSWER_NAMES if column == "solution" and other in columns), None)
+        renamed = "the column that holds these values" if likely is None else f"{likely!r} to {column!r}"
         raise ValueError(
-            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename the "
-            "column that holds these values. Columns of the dataset: "
+            f"{name} compares with the dataset column `{column}`, which is missing: add the column, or rename "
+            f"{renamed}. Columns of the dataset: "
             f"{sorted({*columns} - {*CALLED_WITH, 'group_ids'})}.{did_you_mean(column, columns)}"
         )
     return values

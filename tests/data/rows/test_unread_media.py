@@ -367,7 +367,9 @@ def test_ignored_columns_from_the_command_line():
 def test_prompt_by_another_name_is_named(column):
     wrong = text_rows().rename_column("prompt", column).add_column("answer", ["a"] * 8)
     remedy = (
-        "; rename the column of prompts to 'prompt'" if column == "ask" else f"rename '{column}' to 'prompt'"
+        "; rename the column of prompts to 'prompt'"
+        if column == "ask"
+        else f"rename (the column )?'{column}' to 'prompt'"
     )  # not guessed
     with pytest.raises(ValueError, match=f"^`train_dataset` has no column 'prompt', only .*{remedy}"):
         check_columns(wrong, "`train_dataset`")
@@ -396,7 +398,9 @@ def test_evaluation_looks_at_its_rows(folder, caplog):
     for dataset in (speech, list(speech)):
         with pytest.raises(MediaError, match="^The dataset: no prompt gets these media, and there are no others"):
             evaluate(*load("qwen2_audio"), dataset, silent, config)
-    with pytest.raises(ValueError, match="^The dataset has no column 'prompt', only .*rename 'question' to 'prompt'"):
+    with pytest.raises(
+        ValueError, match="^The dataset has no column 'prompt', only .*rename the column 'question' to 'prompt'"
+    ):
         evaluate(*load("qwen2_audio"), text_rows(2).rename_column("prompt", "question"), silent, config)
     transformed = with_media(text_rows(2), "speech", [sound(0.4)] * 2)
     for dataset in (transformed, rows(2, audio_path="a.wav"), list(rows(2, audio_path="a.wav"))):

@@ -44,8 +44,25 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
             )
         if isinstance(rows, Dataset) and not len(rows):
             raise ValueError("it has no rows")
+        if path is not None and path.is_dir():
+            _check_tables(path, rows.column_names or ())
         check_separator(rows.column_names or ())
     return rows
+
+
+def _check_tables(folder: Path, columns: Collection[str]) -> None:
+    """Raises a `ValueError` about a table beside media, of which `datasets` reads `metadata.csv` alone."""
+    if not columns or not {*columns} <= {"audio", "image", "video", "label"}:
+        return
+    tables = (
+        path for path in sorted(folder.iterdir()) if path.suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+    )
+    table = next((path for path in tables if path.stem != "metadata"), None)
+    if table is not None:
+        raise ValueError(
+            f"its table {table.name!r} isn't read beside media; name the table, {str(table)!r}, and {str(folder)!r} "
+            "as `media_dir`, or call it 'metadata.csv' with the files' names in a column 'file_name'"
+        )
 
 
 def check_separator(columns: Collection[str]) -> None:

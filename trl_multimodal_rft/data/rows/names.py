@@ -25,6 +25,9 @@ TEXT_COLUMNS += (TEACHER_ID, "environment")
 
 # Names of prompt columns in other tools
 _PROMPT_NAMES = ("prompt", "messages", "conversations", "conversation", "question", "problem", "query", "instruction")
+# Names of the column of right answers in other tools
+ANSWER_NAMES = ("label", "labels", "answer", "answers", "target", "response", "output", "reference", "ground_truth")
+ANSWER_NAMES += ("text", "transcript", "transcription", "sentence", "caption", "class")
 
 # Columns that identify the layouts of other tools, supersets first. If a tool has layouts for both conversations and
 # pairs, the name for pairs ends with `--task dpo`, as in the arguments of `prepare`.
@@ -93,7 +96,10 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
     likely_prompt = next((plain_names[name] for name in _PROMPT_NAMES if name in plain_names), None)
     remedy = "rename the column of prompts to 'prompt'"
     if likely_prompt is not None:
-        remedy = f"rename {likely_prompt!r} to 'prompt'"
+        value = row.get(likely_prompt)  # or its feature
+        is_text = isinstance(value, str) or getattr(value, "dtype", None) == "string"
+        # A command makes the column from a text, see `cli.words`
+        remedy = f"rename {'' if is_text else 'the column '}{likely_prompt!r} to 'prompt'"
     if likely_prompt == "messages":  # the last message may be the answer
         remedy = f"{prepare_remedy('ms-swift', ' --task rl')}; if they don't end with an answer, {remedy}"
     layout = other_layout(row)
@@ -102,6 +108,4 @@ def check_names(name: str, columns: Collection[str], row: Mapping[str, Any], nee
         options = dict.fromkeys(("ms-swift", "llama-factory", "sharegpt"), " --task rl") | {"rlaif-v": " --task judge"}
         alternative = "" if likely_prompt is None or layout == "sharegpt" or "dpo" in layout else f"{remedy}, or "
         remedy = alternative + prepare_remedy(layout, options.get(layout, ""))
-    if likely_prompt is not None and likely_prompt.isidentifier() and isinstance(row.get(likely_prompt), str):
-        remedy += f"; on a command line, pass `--prompt '{{{likely_prompt}}}'`"
     raise ValueError(f"{name} has no column 'prompt', only {sorted(columns)}; {remedy}.")

@@ -66,6 +66,8 @@ class _UnreadMedia:
             remedy = "give images of the pages in 'images'"
         elif modality is None:
             remedy = "rename it to 'audio', 'image' or 'video'"
+        elif self.path == self.column and not self.is_list and modality in columns:
+            remedy = f"put it and {modality!r} into a list in '{modality}s'"
         else:
             can_rename = self.path == self.column and column not in columns
             remedy = f"{'rename' if can_rename else 'move'} it to {column!r}"
