@@ -8,6 +8,7 @@ import shlex
 import signal
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from helpers.files import sound_file
 from helpers.trainer_utils import AS_SHIPPED, audio_rows, length_and_sum, load, make_trainer, saved
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
-from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerState
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.arguments import RunArguments, parse
@@ -212,6 +213,31 @@ def test_accuracies_are_in_per_cent():
     assert evaluation_values(held_out) == ("eval", {"accuracy": "62.0 % (58.0 to 66.0 %)", "pass@4": "80.0 %"})
     named = {"eval_clean_loss": 2.0, "eval_clean_samples_per_second": 1.0, "eval_mean_token_accuracy": 0.5}
     assert evaluation_values(named) == ("eval clean", {"loss": "2.00", "token accuracy": "50.0 %"})
+
+
+class EvaluatesInSteps(TrainerCallback):
+    trainer = None
+    fails = False
+
+    def on_step_end(self, args, state, control, **parts):
+        self.trainer.evaluate(metric_key_prefix="held_out")
+        if self.fails:
+            raise OSError("no more")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluations_of_the_last_step_stand_below_its_metrics(fails, tmp_path, capsys):
+    callback = EvaluatesInSteps()
+    callback.fails = fails
+    options = {"max_steps": 1 if fails else 2, "logging_steps": 5, "self_check": False}
+    options |= {"per_device_eval_batch_size": 4, "objects": {"eval_dataset": audio_rows(1), "callbacks": [callback]}}
+    callback.trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(4), tmp_path, **options)
+    with pytest.raises(OSError, match="no more") if fails else nullcontext():
+        callback.trainer.train()
+    callback.trainer.evaluate()
+    lines = re.findall(r"^step (./. \| (?:loss|held_out|eval))", capsys.readouterr().out, re.MULTILINE)
+    whole = ["1/2 | held_out", "2/2 | loss", "2/2 | held_out", "2/2 | eval"]
+    assert lines == (["1/1 | held_out", "1/1 | eval"] if fails else whole)
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(2, []), (5, [5]), (6, [5])])

@@ -390,6 +390,8 @@ def test_what_wins(row, files):
 def test_budgets_that_make_no_sense():
     with pytest.raises(ValueError, match="`min_pixels` of 9 is above `max_pixels` of 4; correct them"):
         EvaluationConfig(min_pixels=9, max_pixels=4)
+    with pytest.raises(ValueError, match=r"enlarges each image to more pixels than .* \(89,478,485\); lower it"):
+        EvaluationConfig(min_pixels=99_999_999)
     with pytest.raises(ValueError, match="`max_frames` must be positive, got 0"):
         EvaluationConfig(max_frames=0)
 

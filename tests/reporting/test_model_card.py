@@ -269,6 +269,12 @@ def test_quick_start_hands_over_the_template_arguments():
     assert "    enable_thinking=False,\n).to(model.device, model.dtype)" in code and "rate, 24000)" in code
 
 
+def test_quick_start_of_an_adapter_says_whose_folder_its_base_is(tmp_path):
+    line = "# The base model is a folder of the machine that trained the adapter; write the name of yours\n"
+    assert line in quick_start("Model", "someone/adapter", [], 8, str(tmp_path))
+    assert line not in quick_start("Model", "someone/adapter", [], 8, "someone/base")
+
+
 def run_code(text: str, folder, monkeypatch) -> dict:
     """Returns the variables of the card's quick start, which runs in a folder with the files that it names."""
     media_files(folder)

@@ -76,9 +76,8 @@ class CompactLogCallback(TrainerCallback):
         self.needs_example = True  # whether the run has shown no example yet
         self._needs_model = False  # whether a run has begun that hasn't shown its model yet
         self._has_logged = False  # whether the run has logged metrics of a step
-        self._logged_step = -1
-        self._is_training = False
-        self._evaluations: list[tuple[str, dict[str, str]]] = []  # those that wait for the metrics of their step
+        # Evaluations of the last step that wait for its metrics
+        self._evaluations: list[tuple[TrainerState, str, dict[str, str]]] = []
         self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
         # Duration and number of training steps since the last line
@@ -99,12 +98,10 @@ class CompactLogCallback(TrainerCallback):
         self._needs_model = True
         self.needs_example = True
         self._has_logged = False
-        self._logged_step = -1
-        self._is_training = True
 
     def end(self) -> None:
         """Closes the bars of a run. Trainers call this method at the end of training, also after an error."""
-        self._is_training = False
+        self._print_evaluations()
         self._table = None
         while self._bars:
             self._bars.popitem()[1].close()
@@ -249,32 +246,27 @@ class CompactLogCallback(TrainerCallback):
             return
         self._show_model_once(args, state, model, optimizer)  # other callbacks may log before this one begins
         if is_end:
-            self._print_evaluations(state)
             if not self._has_logged:  # TRL logs the metrics of a run shorter than `logging_steps` with its totals
                 self._print(state, "", metric_values({"loss": logs["train_loss"], **logs}), self._pace(state))
+            self._print_evaluations()
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif is_evaluation:
             self._timed_until = time.perf_counter()
-            if self._logs_later(args, state):
-                self._evaluations.append(evaluation_values(logs))
+            if not self._has_logged and 0 < state.max_steps <= state.global_step:
+                self._evaluations.append((state, *evaluation_values(logs)))
             else:
                 self._print(state, *evaluation_values(logs))
         else:
             self._print(state, "", metric_values(logs), self._pace(state))
-            self._logged_step = state.global_step
-            self._print_evaluations(state)
+            self._print_evaluations()
             self._seconds = 0.0
             self._steps = 0
 
-    def _logs_later(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Whether the metrics of this step follow, above which an evaluation at the end of the step must not stand."""
-        is_due = args.logging_strategy == "steps" and state.global_step % max(state.logging_steps, 1) == 0
-        return self._is_training and is_due and 0 < state.global_step != self._logged_step
-
-    def _print_evaluations(self, state: TrainerState) -> None:
-        for label, values in self._evaluations:
-            self._print(state, label, values)
+    def _print_evaluations(self) -> None:
+        for evaluation in self._evaluations:
+            self._print(*evaluation)
         self._evaluations.clear()
+        self._has_logged = True
 
     def _pace(self, state: TrainerState) -> list[str]:
         """Returns the seconds per step and the remaining time, such as `["2.1 s/step", "7 min left"]`."""

@@ -178,6 +178,7 @@ def quick_start(
     """
     # The parameters of this function are the variables of the templates
     values = {**locals(), "template_kwargs": template_kwargs or {}}
+    values["base_is_folder"] = base_model is not None and Path(base_model).is_dir()
     template_name = "quick_start_reward.md" if is_reward_model([model_class]) else "quick_start.md"
     return _template(template_name, strips_blocks=True).render(values)
 

@@ -8,6 +8,9 @@ from typing import Any
 from ...spelling import did_you_mean
 
 
+_MOST_PIXELS = 89_478_485  # of an image that PIL reads without a warning
+
+
 # Files, web servers, the Hub, object stores, and zip archives in them
 PROTOCOLS = ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "zip")
 
@@ -102,6 +105,11 @@ class MediaRules:
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"`min_pixels` of {self.min_pixels} is above `max_pixels` of {self.max_pixels}; correct them."
+            )
+        if self.min_pixels and self.min_pixels > _MOST_PIXELS:
+            raise ValueError(
+                f"`min_pixels` of {self.min_pixels:,} enlarges each image to more pixels than the largest that is "
+                f"read has ({_MOST_PIXELS:,}); lower it."
             )
         entry_forms = {"protocols": "names alone, such as 'https'", "domains": "hosts alone, such as 'example.com'"}
         for name, entry_form in entry_forms.items():
