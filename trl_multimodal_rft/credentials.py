@@ -94,7 +94,7 @@ def _parts(word: str) -> list[str]:
 class Secret(str):
     """
     A text that shows as `***`, or as `shown`, wherever it is printed, logged, pickled or serialized. Copies within the
-    process keep it. [`revealed`] returns what it stands for, for the call that needs it.
+    process keep it.
     """
 
     def __new__(cls, text: str, shown: str = "***"):
@@ -102,6 +102,10 @@ class Secret(str):
 
     def __init__(self, text: str, shown: str = "***"):
         self._text = text
+
+    def reveal(self) -> str:
+        """Returns the text, for the call that needs it."""
+        return self._text
 
     def __reduce__(self):
         return str, (str(self),)
@@ -132,7 +136,7 @@ def secured(value: Any, name: str = "") -> Any:
 def revealed(value: Any) -> Any:
     """Returns the value of an option with the texts that [`Secret`]s stand for. Other values stay the same objects."""
     if isinstance(value, Secret):
-        return value._text
+        return value.reveal()
     if isinstance(value, dict):
         entries = {key: revealed(entry) for key, entry in value.items()}
         return value if all(entries[key] is value[key] for key in value) else entries

@@ -97,7 +97,7 @@ def write_inputs(folder, words):
     """Writes the models and rows that a command names, of the family that its model's name has."""
     text = shlex.join(words)
     family = next((family for name, family in FAMILIES.items() if name in text), "qwen2_audio")
-    family = "qwen2_5_vl" if "vision_tower" in text else family
+    family = "qwen2_5_vl" if "vision_tower" in text or words[1] == "compare" else family
     kind = "audio" if family == "qwen2_audio" else "image"
     folder.mkdir()
     models = {word for word in words if word.startswith("Qwen") or word in ("path/to/model", "judge", "reward-model")}

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from ..lazy import uncollected_imports
 from ..spelling import did_you_mean
-from ..versions import check_versions
+from ..versions import check_versions, unfit_packages
 from . import parsers
 from .errors import input_error
 from .foreign import hide_lines
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
     except Exception as error:
         message = input_error(error)
-        message = message and in_shell(message, _parser(str(name)).option_names())
+        if message is not None and unfit_packages(error) is None:  # else options can't be read, either
+            message = in_shell(message, _parser(str(name)).option_names())
         if message is None or "--debug" in argv:
             raise
         print(f"{_PROG} {name}: error: {message}", file=sys.stderr)

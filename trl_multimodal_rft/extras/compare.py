@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from datasets import Dataset, Image, List
+from datasets import Dataset, Image, List, Value
 from torch import nn
 from transformers import (
     PreTrainedModel,
@@ -465,14 +465,21 @@ def _first_rows(
         if checked.error is not None:
             column = f" in column '{checked.error_column}'" if checked.error_column else ""
             raise ValueError(f"row {index} of {args.dataset_name!r} would not train{column}: {checked.error}")
-    if args.media_dir is None:
-        return chosen
-    # TRL has no such option
-    resolved = Dataset.from_list([_from_folder(row, args.media_dir) for row in chosen])
-    for column, feature in (("image", Image()), ("images", List(Image()))):
-        if column in resolved.column_names:
-            resolved = resolved.cast_column(column, feature)
-    return resolved
+    if args.media_dir is not None:  # TRL has no such option
+        chosen = Dataset.from_list([_from_folder(row, args.media_dir) for row in chosen])
+    # TRL takes no plain text beside images
+    if any(column in MEDIA_COLUMNS for column in chosen.column_names):
+        chosen = chosen.map(lambda row: {"prompt": _as_messages(row["prompt"])})
+    # TRL leaves the decoding of files to the processor, which needs a torchvision with decoders
+    text = Value("string")
+    for column, names, images in (("image", text, Image()), ("images", List(text), List(Image()))):
+        if chosen.features.get(column) == names:
+            chosen = chosen.cast_column(column, images)
+    return chosen
+
+
+def _as_messages(prompt: str | list) -> list:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _from_folder(value: Any, folder: str) -> Any:
