@@ -146,7 +146,12 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
     """`generate` fills gaps of a given config from `generation_config.json`."""
     recommended = {"min_p": 0.9, "no_repeat_ngram_size": 1, "typical_p": 0.3, "num_return_sequences": 2}
     recommended |= {"min_new_tokens": 3, "num_beams": 2, "bad_words_ids": [[i] for i in range(40, 60)]}
-    recommended |= {"repetition_penalty": 3.0, "cache_implementation": "static", "do_sample": True}
+    recommended |= {
+        "repetition_penalty": 3.0,
+        "cache_implementation": "static",
+        "do_sample": True,
+        "_from_model_config": True,
+    }
     released = Path(shutil.copytree(checkpoint(IMAGE), tmp_path / "released"))
     path = released / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **recommended}))
@@ -160,9 +165,8 @@ def test_sampling_ignores_what_a_checkpoint_recommends(tmp_path, caplog):
         warned = [record.message for record in caplog.records if "generation config recommends" in record.message]
     assert len(warned) == 1 and runs[0].checks.self_check.changed == runs[1].checks.self_check.changed < 0.1
     # TRL's `repetition_penalty` of 1.0 is the trainer's default
-    assert all(
-        (f"`{name}=" in warned[0]) == (name not in ("repetition_penalty", "do_sample")) for name in recommended
-    ), warned
+    unnamed = {"repetition_penalty", "do_sample", "_from_model_config"}
+    assert all((f"`{name}=" in warned[0]) == (name not in unnamed) for name in recommended), warned
     a, b = (run._buffered_inputs[0].completion_ids for run in runs)
     assert torch.equal(a, b)
     assert_equal_weights(runs[1].model, runs[0].model)

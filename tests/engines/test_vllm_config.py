@@ -88,12 +88,17 @@ def test_a_server_has_settings_of_its_own(started):
 
 def test_the_engine_gets_secrets(monkeypatch, tmp_path):
     """The config shows them as `***`."""
-    monkeypatch.setattr(engine, "Servers", Started)
-    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://bob:pw@host:9"}
-    options["vllm_engine_kwargs"] = {"hf_token": "pw"}
-    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, **options)
-    assert trainer.vllm_generation.kwargs["server_base_url"] == "http://bob:pw@host:9"
-    assert trainer.vllm_generation.engine_kwargs["hf_token"] == "pw" and "pw" not in repr(trainer.args)
+    for name in ("InProcess", "Servers"):
+        monkeypatch.setattr(engine, name, Started)
+
+    def of(**options):
+        trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(), tmp_path, use_vllm=True, **options)
+        assert "pw" not in repr(trainer.args)
+        return trainer.vllm_generation
+
+    server = of(vllm_mode="server", vllm_server_base_url="http://bob:pw@host:9")
+    assert server.kwargs["server_base_url"] == "http://bob:pw@host:9"
+    assert of(vllm_engine_kwargs={"hf_token": "pw"}).engine_kwargs["hf_token"] == "pw"
 
 
 def test_the_length_is_set_once(tmp_path):

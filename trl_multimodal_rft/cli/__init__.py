@@ -18,7 +18,7 @@ from .foreign import hide_lines
 from .options import Parser, add_short_help, launched_command_parser, options_of
 from .preflight import check_names
 from .registry import COMMANDS, LAUNCHED, command_module
-from .words import in_shell, translate_logs
+from .words import in_shell, translated_logs
 
 
 _PROG = "trl-multimodal-rft"
@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             importlib.import_module(".launch", __name__).run(name, args, argv[1:])
         else:
             check_names(args)
-            translate_logs(parser.option_names())
-            with imports:
-                command = command_module(str(name))
-            try:
-                command.run(args)
-            finally:
-                sys.stdout.flush()
+            with translated_logs(parser.option_names()):
+                with imports:
+                    command = command_module(str(name))
+                try:
+                    command.run(args)
+                finally:
+                    sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -10,20 +10,20 @@ from ..lazy import uncollected_imports
 from .errors import write_error
 from .foreign import hide_lines
 from .options import options_of
-from .words import translate_logs
+from .words import translated_logs
 
 
 if __name__ == "__main__":
     atexit.register(end_without_teardown)  # before all others, so that it runs after them
     end_with_others()
     try:
-        with uncollected_imports():
-            end_with_launcher()
-            hide_lines()
-            translate_logs([option["name"] for option in options_of(sys.argv[1])])
-            script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
-            arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
-        script.main(*arguments)
+        with translated_logs([option["name"] for option in options_of(sys.argv[1])]):
+            with uncollected_imports():
+                end_with_launcher()
+                hide_lines()
+                script = importlib.import_module(f"{__package__}.commands").script_of(sys.argv[1])
+                arguments = importlib.import_module(f"{__package__}.arguments").parse(script.ARGUMENTS, sys.argv[2:])
+            script.main(*arguments)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -100,18 +101,24 @@ _NAME = re.compile(r"`(\w+)(?=[`\[])")
 _DICTIONARY = re.compile(r"(?<!['\w])\{'\w+': [^{}]*\}(?!')")
 
 
-def translate_logs(options: Collection[str]) -> None:
-    """Translates what this package logs in this process, see [`in_shell`]."""
+@contextmanager
+def translated_logs(options: Collection[str]) -> Iterator[None]:
+    """Context that translates what this package logs, see [`in_shell`]."""
     make = logging.getLogRecordFactory()
 
     def make_translated(name: str, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(name, *args, **kwargs)
         if name.partition(".")[0] == __name__.partition(".")[0]:
-            record.msg = in_shell(record.getMessage(), options)
-            record.args = None
+            with suppress(TypeError, ValueError):  # arguments that don't fit the message, which logging reports
+                record.msg = in_shell(record.getMessage(), options)
+                record.args = None
         return record
 
     logging.setLogRecordFactory(make_translated)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def in_shell(text: str, options: Collection[str]) -> str:

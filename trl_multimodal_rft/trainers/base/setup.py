@@ -140,7 +140,7 @@ def warn_of_unused_recommendations(recommended: GenerationConfig, used: Generati
         name: value
         for name, value in recommended.to_diff_dict().items()
         if name not in _NOT_RECOMMENDATIONS
-        and not name.startswith("output_")
+        and not name.startswith(("_", "output_"))
         and options.get(name, value) is None
         and value != defaults.get(name)
     }
