@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.trainer_utils import image_rows, make_trainer, saved
+from helpers.ended_runs import OPTIONS, REWARDED, World, rows_of
+from helpers.trainer_utils import TRAINERS, make_trainer, saved
 from transformers import AutoConfig, PreTrainedModel
 
 import trl_multimodal_rft
-from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalGRPOConfig, MultimodalGRPOTrainer
+from trl_multimodal_rft import MultimodalDistillationConfig, MultimodalGRPOConfig
 from trl_multimodal_rft.cli import main
 from trl_multimodal_rft.cli.run_file import write_run_file
 from trl_multimodal_rft.credentials import (
@@ -248,7 +249,9 @@ def test_options_of_loaders_hold_secrets(config_class, name, tmp_path):
     assert PASSWORD in str(mapping(value) if isinstance(value, dict) else revealed(value))
 
 
-def test_a_token_reaches_the_loader_and_no_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "dpo", "kto", "sft", "reward"])
+def test_a_token_reaches_the_loaders_and_no_file(kind, tmp_path, monkeypatch):
+    """Those of this package and, for the reference, TRL's."""
     tokens = []
     from_pretrained = PreTrainedModel.from_pretrained.__func__
 
@@ -257,15 +260,18 @@ def test_a_token_reaches_the_loader_and_no_file(tmp_path, monkeypatch):
         return from_pretrained(cls, *args, **kwargs)
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(spied))
-    options = {"model_init_kwargs": {"token": PASSWORD}, "vllm_server_base_url": f"http://bob:{PASSWORD}@host:9"}
+    options = {**OPTIONS[kind], "model_init_kwargs": {"token": PASSWORD}, "max_steps": 1, "save_steps": 1}
+    options["eval_strategy"] = "no"
+    if kind in REWARDED:
+        options |= {"vllm_server_base_url": f"http://bob:{PASSWORD}@host:9", "beta": 0.1}
     objects = {"model": str(saved("qwen2_5_vl")), "processing_class": None}
-    more = {"max_steps": 1, "max_completion_length": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer = make_trainer(
-        MultimodalGRPOTrainer, "qwen2_5_vl", image_rows(4), tmp_path, objects=objects, **more, **options
-    )
+    world = World(tmp_path)
+    reward = world.reward if kind in REWARDED else None
+    rows = rows_of(kind, world)
+    trainer = make_trainer(TRAINERS[kind], "qwen2_5_vl", rows, tmp_path, objects=objects, reward=reward, **options)
     trainer.train()
     trainer.save_model()
-    assert tokens == [PASSWORD]
+    assert {*tokens} == {PASSWORD} and len(tokens) == (1 if kind in ("sft", "reward") else 2)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert Path(tmp_path, "training_args.bin") in files
     assert [path for path in files if PASSWORD.encode() in path.read_bytes()] == []

@@ -1,9 +1,11 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Launched processes end with their launcher, and soon after an error of another process."""
 
+import atexit
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -11,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+from .credentials import masked
 
 
 # Environment variable with the host and the process id of the command that launches processes
@@ -22,6 +26,8 @@ ERROR_FOLDER_VARIABLE = "TRL_MULTIMODAL_RFT_ERRORS"
 # Set by torch's launcher: the file from which it shows the error of this process, beside those of the other processes
 _TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _GRACE = 5.0  # seconds after an error of another process, in which this one may end by itself
+# In errors of a collective, by gloo or NCCL, about a process that is gone
+_LOST = re.compile(r"gloo|NCCL|ProcessGroup|[Cc]onnection (?:closed|reset|refused)|Broken pipe")
 _WATCH = "trl_multimodal_rft.end_with_others"  # name of a thread
 
 # Programs and Python modules that start processes and wait for them
@@ -72,7 +78,8 @@ def another_failed() -> bool:
 
 def follows_another(error: BaseException) -> bool:
     """Returns whether an error is that of a connection to a process that another error has ended."""
-    return isinstance(error, RuntimeError) and "out of memory" not in str(error) and another_failed()
+    is_lost = isinstance(error, RuntimeError) and (_LOST.search(str(error)) or type(error).__name__.startswith("Dist"))
+    return bool(is_lost) and another_failed()
 
 
 def end_with_others() -> None:
@@ -101,15 +108,23 @@ def report_error(
     a traceback. For [`contextlib.ExitStack.push`]. Does nothing within a command.
     """
     file = os.environ.get(_TORCH_ERROR_FILE)
-    if not isinstance(error, Exception) or file is None or error_file() is not None:
+    if not isinstance(error, Exception) or not file or error_file() is not None:
         return
     if follows_another(error):
         sys.exit(1)
-    lines = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    lines = masked("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
     facts = {"py_callstack": lines, "timestamp": str(int(time.time())), "process_id": os.getpid()}
     unfinished = Path(f"{file}.unfinished")
-    unfinished.write_text(json.dumps({"message": {"message": lines, "extraInfo": facts}}), encoding="utf-8")
-    unfinished.replace(file)
+    with suppress(OSError):  # as on a full disk, which may be the error
+        unfinished.write_text(json.dumps({"message": {"message": lines, "extraInfo": facts}}), encoding="utf-8")
+        unfinished.replace(file)
+        atexit.register(_forget_error, Path(file))
+
+
+def _forget_error(file: Path) -> None:
+    """Removes the file of an error that the script has handled, so that other processes needn't end."""
+    if getattr(sys, "last_value", None) is None:
+        file.unlink(missing_ok=True)
 
 
 def _error_files() -> tuple[Path | None, list[Path]]:
@@ -118,7 +133,7 @@ def _error_files() -> tuple[Path | None, list[Path]]:
     if own_file is not None:
         return own_file, list(own_file.parent.glob("*"))
     name = os.environ.get(_TORCH_ERROR_FILE)
-    if name is None:
+    if not name:  # empty if the launcher writes no logs
         return None, []
     own_file = Path(name)
     return own_file, list(own_file.parents[1].glob(f"*/{own_file.name}"))

@@ -29,7 +29,7 @@ def names_reward_model(text: str) -> bool:
     """Returns whether an entry of `--reward_funcs` names a model, in a folder or on the Hub, and no function."""
     folder = Path(os.path.expanduser(text))
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return not text.endswith(")") and (has_config or "/" in text)
+    return not re.search(r"\)\Z|\.py(:\w+)?\Z", text) and (has_config or "/" in text)
 
 
 def check_not_overwritten(output_dir: str, name: str | None) -> None:

@@ -3,11 +3,13 @@
 
 import argparse
 import json
+import logging
 import re
 from pathlib import Path
 
 import pytest
 import soundfile
+from datasets import Dataset
 from helpers.folders import ROOT
 from helpers.trainer_utils import saved
 from trl import ModelConfig
@@ -17,7 +19,7 @@ from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.cli.options import options_of
 from trl_multimodal_rft.cli.preflight import check_functions, check_names, check_needed, check_sharding
 from trl_multimodal_rft.cli.run_file import write_run_file
-from trl_multimodal_rft.cli.words import SENTENCES, in_shell
+from trl_multimodal_rft.cli.words import SENTENCES, in_shell, translated_logs
 from trl_multimodal_rft.data.rows.load import load_rows
 from trl_multimodal_rft.models.pretrained import load_trained
 from trl_multimodal_rft.reporting.console import evaluation_values
@@ -178,3 +180,37 @@ def test_help_fits_narrow_terminals(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     options = [line for line in lines if line.startswith("  ")]
     assert len(options) > 40 and max(map(len, options)) <= 50
+
+
+def test_logs_are_translated_within_a_command_alone(caplog):
+    logger = logging.getLogger("trl_multimodal_rft.cli.words")
+    with translated_logs(["packing"]):
+        logger.warning("set `packing='padded'` for %d rows", 5)
+    logger.warning("set `packing='padded'`")
+    messages = [record.msg for record in caplog.records]
+    assert messages == ["set `--packing padded` for 5 rows", "set `packing='padded'`"]
+
+
+def test_a_teacher_s_server_has_a_timeout():
+    words = ["--teacher_model_server_url", "http://a:1", "--vllm_server_timeout", "600"]
+    check_needed("distillation", _parser("distillation").parse_args(words))
+
+
+def test_a_function_with_the_name_of_its_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "even.py").write_text("def even(completions, **kwargs):\n    return [0.0]\n")
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match="'mine.even' is a module"):
+        check_functions(["mine.even"])
+    (tmp_path / "mine" / "__init__.py").write_text("from .even import even\n")
+    check_functions(["mine.even"])
+
+
+def test_a_folder_of_saved_rows_has_no_unread_table(tmp_path):
+    rows = Dataset.from_dict({"image": ["a.png"] * 2, "label": ["a", "b"]})
+    rows.save_to_disk(tmp_path / "saved")
+    (tmp_path / "parquet").mkdir()
+    rows.to_parquet(tmp_path / "parquet" / "train.parquet")
+    for name in ("saved", "parquet"):
+        assert len(load_rows(str(tmp_path / name), None, "train", False)) == 2

@@ -45,6 +45,7 @@ OTHERS = re.compile(
     r"|state$|steps_per|streaming|teacher_(model|processor)|test_split|tf32|torch_|trackio|truncation|trust"
     r"|use_(bnb|cache|cpu|liger|transformers|vllm|peft)|user_options|video_fps|vllm_(?!importance)"
 )
+UNREAD = "couldn't be read"  # in the note of a value that the source may have
 # Settings of options that are off unless a recipe names them, and defaults that are TRL's way of doing what all do
 NEUTRAL = re.compile(
     r"average_tokens_across_devices|discopop_tau|entropy_(coef_\w+|source|target)|f_(alpha_)?divergence_\w+"
@@ -150,7 +151,7 @@ def rows(recipe: str) -> Iterator[Row]:
             yield Row(option, here, here if lines else None, read_at, verdict, note)
         elif option in read and lines.get(url, str(origin)).partition(" ")[2] != origin.lines:
             yield Row(option, here, there, str(origin), "red", f"the recipe names {lines[url]}")
-        elif here == there and (lines or not note):
+        elif here == there and (lines or not note) and UNREAD not in origin.note:
             yield Row(option, here, there, str(origin) if origin.name != "ours" else origin.note, "equal", "")
         else:
             is_silent = origin.name == "trl" and option not in read  # TRL's default has changed since

@@ -57,6 +57,8 @@ def check_needed(command: str, args: argparse.Namespace) -> None:
         needed, value = _NEEDED.get(name) or _NEEDED.get(prefix) or ("", "")
         if needed not in options or getattr(args, name) in (None, False):
             continue
+        if name == "vllm_server_timeout" and command == "distillation":  # of a teacher's server, too
+            continue
         setting = getattr(args, needed, options[needed])
         is_off = setting in (None, False, "no")
         is_fitting = str(setting) in str(value).split(" or ") or str(value).isupper()
@@ -159,7 +161,9 @@ def check_functions(names: Sequence[str], kind: str = "reward function") -> None
             raise ValueError(f"{text!r} are several names; separate them by spaces: `{text.replace(',', ' ')}`.")
         if re.fullmatch(r"[\w.]+:\w+", name):
             raise ValueError(f"There is no {kind} {name!r}; write a dot: `{name.replace(':', '.')}`.")
-        if file is not None and name not in built_in:
+        package = module.parent / "__init__.py"  # which may give the name of a module to a function in it
+        is_imported = package.is_file() and re.search(rf"import.*\b{module.name}\b", package.read_text("utf-8"))
+        if file is not None and name not in built_in and not is_imported:
             path = name.removesuffix(".py")
             defined = [f"`{path}.{function}`" for function in _functions_in(file)]
             raise ValueError(
@@ -172,7 +176,7 @@ def check_functions(names: Sequence[str], kind: str = "reward function") -> None
             folders = [path.parent.name for path in Path().glob("*/config.json")] if is_reward else []
             another = ", or the folder of a reward model" if is_reward else ""
             raise unknown_name_error(
-                kind, name, [*built_in, *folders], f"a dotted path such as `my_{kind[:4]}s.NAME`{another}"
+                kind, name, [*built_in, *folders], f"a dotted path such as `my_{kind.split()[0]}s.NAME`{another}"
             )
 
 

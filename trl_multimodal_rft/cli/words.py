@@ -15,7 +15,7 @@ from typing import Any
 
 
 # Columns of a dataset, whose names some options have, too
-_COLUMNS = {"prompt", "completion", "solution"}
+_COLUMNS = {"prompt", "completion", "solution", "datasets"}  # the last one is a package
 # Options in place of arguments of Python
 OPTIONS = {
     "model": "model_name_or_path",
@@ -32,7 +32,6 @@ OPTIONS = {
     "label_column": "reward_label_column",
     "processing_class": "model_name_or_path",
     "reward_processing_classes": "reward_model_name_or_path",
-    "environment_factory": "tools",
 }
 # Patterns of remedies in Python, also those of TRL, transformers and PEFT, and what a shell has instead
 SENTENCES = (
@@ -97,7 +96,7 @@ SENTENCES = (
 _OF_FILE = re.compile(r"\S+\.ya?ml: ")
 _TRAINER = re.compile(r"`Multimodal([A-Z]\w*?)Trainer`")
 _ASSIGNMENT = re.compile(r"`(\w+)=([^`]+)`")
-_NAME = re.compile(r"`(\w+)(?=[`\[])")
+_NAME = re.compile(r"(?<!column )`(\w+)(?=[`\[])")
 _DICTIONARY = re.compile(r"(?<!['\w])\{'\w+': [^{}]*\}(?!')")
 
 
@@ -145,7 +144,9 @@ def _assignment(match: re.Match, options: Collection[str]) -> str:
         return match[0]
     try:
         value = ast.literal_eval(match[2])
-    except (ValueError, SyntaxError):  # `...`, or a text without quotes
+    except (ValueError, SyntaxError):  # `...`, a text without quotes, or a call
+        if "(" in match[2]:
+            return match[0]
         return f"`{flag} {match[2]}`"
     if value is True:
         return f"`{flag}`"

@@ -137,7 +137,7 @@ class ServerClient(VLLMClient):
         except RuntimeError as error:
             raise RuntimeError(f"{error} Start it with `VLLM_SERVER_DEV_MODE=1` in its environment.") from error
         settings = info["model_config"]
-        del settings["trust_remote_code"]  # the trainer's counts
+        settings.pop("trust_remote_code", None)  # the trainer's counts
         settings["model"] = Foreign(str(settings["model"]))
         settings["revision"] = None if settings["revision"] is None else Foreign(str(settings["revision"]))
         return info
@@ -298,7 +298,10 @@ def _shape_differences(settings: dict[str, Any], config: PreTrainedConfig) -> st
     model_type = entries.get("model_type")
     if model_type not in CONFIG_MAPPING:  # only code beside the config could tell more
         return "" if model_type == config.model_type else f"`model_type` is {model_type}, not {config.model_type}"
-    server_text = CONFIG_MAPPING[model_type].from_dict(entries).get_text_config()
+    try:
+        server_text = CONFIG_MAPPING[model_type].from_dict(entries).get_text_config()
+    except ValueError:
+        return ""  # of another version of transformers
     trainer_text = config.get_text_config()
     values = {name: (getattr(server_text, name, None), getattr(trainer_text, name, None)) for name in _SHAPE_FIELDS}
     return ", ".join(

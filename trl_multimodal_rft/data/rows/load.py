@@ -52,12 +52,11 @@ def load_rows(name: str, config: str | None, split: str, streaming: bool) -> Dat
 
 def _check_tables(folder: Path, columns: Collection[str]) -> None:
     """Raises a `ValueError` about a table beside media, of which `datasets` reads `metadata.csv` alone."""
-    if not columns or not {*columns} <= {"audio", "image", "video", "label"}:
+    if not columns or not {*columns} <= {"audio", "image", "video", "label"} or is_saved_to_disk(folder):
         return
-    tables = (
-        path for path in sorted(folder.iterdir()) if path.suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-    )
-    table = next((path for path in tables if path.stem != "metadata"), None)
+    tables = (path for path in sorted(folder.iterdir()) if path.suffix in (".csv", ".tsv", ".jsonl", ".json"))
+    unread = {"metadata", "dataset_info", "dataset_infos", "dataset_dict", "state"}
+    table = next((path for path in tables if path.stem not in unread), None)
     if table is not None:
         raise ValueError(
             f"its table {table.name!r} isn't read beside media; name the table, {str(table)!r}, and {str(folder)!r} "

@@ -21,6 +21,7 @@ from trl.trainer.utils import (
     get_config_model_id,
 )
 
+from ...credentials import revealed
 from ...encoding.processors import adopt_template, check_processor, load_processor
 from ...families import family_of
 from ...models.parts import freeze_as_built
@@ -46,10 +47,10 @@ def image_token_id(config: PreTrainedConfig, placeholders: set[int]) -> Abstract
 
 
 @contextmanager
-def loading_in_trl(by_name: bool):
+def loading_in_trl(args: TrainerConfig, by_name: bool):
     """
-    Raises an error within the context if TRL loads incomplete weights. With `by_name`, this package has already loaded
-    the model with `model_init_kwargs`, so TRL's warning that they are unused is hidden.
+    Context in which TRL loads models by `model_init_kwargs`, which have their secrets there. Incomplete weights are an
+    error. With `by_name`, this package has already loaded the model, so TRL's warning that they are unused is hidden.
     """
 
     def is_shown(record: logging.LogRecord):
@@ -58,10 +59,13 @@ def loading_in_trl(by_name: bool):
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("trl.trainer.")]
     for trl_logger in loggers:
         trl_logger.addFilter(is_shown)
+    held = args.model_init_kwargs
+    vars(args)["model_init_kwargs"] = revealed(held)  # setting the attribute would hide them again
     try:
         with require_all_weights():
             yield
     finally:
+        vars(args)["model_init_kwargs"] = held
         for trl_logger in loggers:
             trl_logger.removeFilter(is_shown)
 

@@ -70,7 +70,7 @@ class PreferenceTrainer(CompletionTrainer):
                 loaded.model, args, arguments["peft_config"], arguments["quantization_config"]
             )
         with (
-            loading_in_trl(loaded.by_name),
+            loading_in_trl(args, loaded.by_name),
             # TRL's constructor would score padded rows, have DDP look for parameters without a gradient, and refuse
             # to cut the beginning of rows with images
             replaced(args, precompute_ref_log_probs=False, ddp_find_unused_parameters=False, **CONSTRUCTOR_OPTIONS),

@@ -126,7 +126,7 @@ class MultimodalRewardTrainer(CompletionTrainer, RewardTrainer):
         loaded_processor: Any = loaded.processing_class
         tokenizer = tokenizer_of(loaded_processor)
         self.data_collator = ComparisonCollator(unwrapped(None, model), loaded_processor, args)
-        with loading_in_trl(loaded.by_name), replaced(args, **CONSTRUCTOR_OPTIONS):
+        with loading_in_trl(args, loaded.by_name), replaced(args, **CONSTRUCTOR_OPTIONS):
             arguments |= {"model": model, "data_collator": self.data_collator}
             arguments["processing_class"] = tokenizer  # since TRL reads and sets special tokens
             super().__init__(**arguments)

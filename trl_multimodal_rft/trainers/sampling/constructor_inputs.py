@@ -173,7 +173,11 @@ def around_trl_constructor(args: SamplingConfig, models: Models):
             name: value for name, value in generation_kwargs.items() if name != "disable_compile"
         }
     placeholders = all_placeholder_ids(models.model, models.processing_class)
-    with image_token_id(models.model.config, placeholders), loading_in_trl(models.by_name), replaced(args, **changes):
+    with (
+        image_token_id(models.model.config, placeholders),
+        loading_in_trl(args, models.by_name),
+        replaced(args, **changes),
+    ):
         yield
 
 

@@ -141,7 +141,7 @@ class MultimodalSFTTrainer(CompletionTrainer, SFTTrainer):
         train_dataset = collator.prepare(train_dataset, "train")
         eval_dataset = collator.prepare(eval_dataset, "eval")
         with (
-            loading_in_trl(loaded.by_name),
+            loading_in_trl(args, loaded.by_name),
             replaced(args, **_OPTIONS_IN_TRL, **CONSTRUCTOR_OPTIONS),
         ):
             arguments |= {"model": model, "processing_class": processing_class, "data_collator": collator}
