@@ -357,3 +357,30 @@ def test_a_trainer_watches_for_errors_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "end_with_others", lambda: calls.append("watches"))
     make(tmp_path, 1)
     assert calls == ["watches"]
+
+
+FAILS = """
+import sys
+from trl_multimodal_rft import launchers
+error = ValueError("no such file, token=hunter2")
+launchers.report_error(ValueError, error, None)
+if sys.argv[1] == "raises":
+    raise error
+"""
+
+
+@pytest.mark.parametrize("end", ["raises", "goes on"])
+def test_an_error_that_a_script_handles_is_forgotten(end, tmp_path):
+    file = tmp_path / "0" / "error.json"
+    file.parent.mkdir()
+    environment = python_environment(TORCHELASTIC_ERROR_FILE=str(file), WORLD_SIZE="2")
+    run = subprocess.run([sys.executable, "-c", FAILS, end], env=environment, capture_output=True)
+    assert run.returncode == (end == "raises") and file.exists() == (end == "raises")
+    assert not file.exists() or "ValueError: no such file, token=***" in file.read_text()
+
+
+@pytest.mark.parametrize("name", ["", "gone/0/error.json"])
+def test_a_launcher_without_logs(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name and str(tmp_path / name))
+    launchers.report_error(ValueError, ValueError("no such file"), None)
+    assert not launchers.another_failed() and not [*tmp_path.rglob("*")]
