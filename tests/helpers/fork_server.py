@@ -189,6 +189,7 @@ def end_as_python_does(error: BaseException | None) -> None:
             sys.stderr.write(f"{error.code}\n")
     elif error is not None:
         code = 1
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()

@@ -374,7 +374,7 @@ def test_an_error_that_a_script_handles_is_forgotten(end, tmp_path):
     file = tmp_path / "0" / "error.json"
     file.parent.mkdir()
     environment = python_environment(TORCHELASTIC_ERROR_FILE=str(file), WORLD_SIZE="2")
-    run = subprocess.run([sys.executable, "-c", FAILS, end], env=environment, capture_output=True)
+    run = forked.run([sys.executable, "-c", FAILS, end], env=environment, capture_output=True)
     assert run.returncode == (end == "raises") and file.exists() == (end == "raises")
     assert not file.exists() or "ValueError: no such file, token=***" in file.read_text()
 
