@@ -36,7 +36,7 @@ from trl import ModelConfig
 from trl_multimodal_rft.cli.arguments import RunArguments, parse
 from trl_multimodal_rft.cli.inputs import adapter_inputs
 from trl_multimodal_rft.cli.training import ScriptCallback, checkpoint_of, script_run
-from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback, evaluate_trainer
+from trl_multimodal_rft.evaluation import EvaluationConfig, GenerationEvalCallback
 from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.views import as_view
 
@@ -150,14 +150,10 @@ class HeldOutAccuracy(GenerationEvalCallback):
         super().__init__(trainer, dataset, accuracy_reward, config, freq=1)
         self.name = name
         self.times = times
-        self.before = evaluate_trainer(trainer, dataset, accuracy_reward, config).metrics["accuracy"]
-        trainer.accelerator.print(f"Accuracy on held-out {name} before training: {self.before:.1%}")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
         self.freq = math.ceil(state.max_steps / self.times)
-        if state.global_step == 0:
-            self.trainer.log({"eval_accuracy": self.before})
+        super().on_train_begin(args, state, control, **kwargs)
 
     def write(self) -> None:
         """
@@ -170,11 +166,12 @@ class HeldOutAccuracy(GenerationEvalCallback):
         """
         trainer = self.trainer
         history = self.trainer.state.log_history
+        before = next(logs["eval_accuracy"] for logs in history if "eval_accuracy" in logs)
         after = self.result.metrics["accuracy"]
-        trainer.accelerator.print(f"Accuracy on held-out {self.name} after training: {after:.1%}")
+        trainer.accelerator.print(f"Accuracy on held-out {self.name}: {before:.1%} before training, {after:.1%} after")
         trainer.save_state()
         metrics = {
-            "accuracy_before": self.before,
+            "accuracy_before": before,
             "accuracy_after": after,
             "train_seconds": next(logs["train_runtime"] for logs in reversed(history) if "train_runtime" in logs),
             "updates": trainer.state.global_step,

@@ -89,7 +89,7 @@ def end_with_others() -> None:
     """
 
     def watch() -> None:
-        while not another_failed() or any(map(_is_at_its_end, _error_files()[1])):
+        while not another_failed() or any(map(_script_runs, _error_files()[1])):
             time.sleep(0.5)
         time.sleep(_GRACE)
         if another_failed():
@@ -139,8 +139,8 @@ def _error_files() -> tuple[Path | None, list[Path]]:
     return own_file, list(own_file.parents[1].glob(f"*/{own_file.name}"))
 
 
-def _is_at_its_end(file: Path) -> bool:
-    """Returns whether the script of a process still runs after its error, as it may save something."""
+def _script_runs(file: Path) -> bool:
+    """Returns whether the process of an error's file still runs, as its script may save something after the error."""
     if error_file() is None:
         with suppress(OSError, ValueError, KeyError):
             return _is_running(json.loads(file.read_text(encoding="utf-8"))["message"]["extraInfo"]["process_id"])

@@ -23,13 +23,14 @@ from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
-from trl_multimodal_rft import MultimodalGRPOTrainer
+from trl_multimodal_rft import GenerationEvalCallback, MultimodalGRPOTrainer
 from trl_multimodal_rft.cli.arguments import RunArguments, parse
 from trl_multimodal_rft.cli.commands import dpo, grpo, ppo, reward, rloo, sft
 from trl_multimodal_rft.cli.run_file import write_run_file
 from trl_multimodal_rft.cli.training import held_out_rows, resume_hint
 from trl_multimodal_rft.data.rows.columns import rows_to_messages
 from trl_multimodal_rft.encoding.prompts import encode_prompt, placeholder_token_ids
+from trl_multimodal_rft.evaluation import EvaluationConfig
 from trl_multimodal_rft.extras import evaluate
 from trl_multimodal_rft.models.parts import count_parts
 from trl_multimodal_rft.models.reward_model import as_reward_model
@@ -238,6 +239,17 @@ def test_evaluations_of_the_last_step_stand_below_its_metrics(fails, tmp_path, c
     lines = re.findall(r"^step (./. \| (?:loss|held_out|eval))", capsys.readouterr().out, re.MULTILINE)
     whole = ["1/2 | held_out", "2/2 | loss", "2/2 | held_out", "2/2 | eval"]
     assert lines == (["1/1 | held_out", "1/1 | eval"] if fails else whole)
+
+
+def test_evaluations_of_a_callback_stand_below_the_metrics_of_their_step(tmp_path, capsys):
+    options = {"max_steps": 4, "logging_steps": 2, "self_check": False}
+    trainer = make_trainer(MultimodalGRPOTrainer, "qwen2_audio", audio_rows(4), tmp_path, **options)
+    config = EvaluationConfig(max_completion_length=2, batch_size=4)
+    trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(1), length_and_sum, config, freq=1))
+    trainer.train()
+    lines = re.findall(r"^step (./. \| (?:reward|eval))", capsys.readouterr().out, re.MULTILINE)
+    logged = ["2/4 | reward", "2/4 | eval", "3/4 | eval", "4/4 | reward", "4/4 | eval"]
+    assert lines == ["0/4 | eval", "1/4 | eval", *logged]
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(2, []), (5, [5]), (6, [5])])

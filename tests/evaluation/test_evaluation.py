@@ -596,7 +596,7 @@ def test_training_does_not_notice(trainer_class, options, tmp_path):
     expected, actual = (without_evaluation(trainer.state.log_history) for trainer in (plain, watched))
     assert len(expected) == len(actual) > 1 and expected == actual
     entries = [entry for entry in watched.state.log_history if "eval_accuracy" in entry]
-    assert [entry["step"] for entry in entries] == [1, 2]
+    assert [entry["step"] for entry in entries] == [0, 1, 2]
     intervals = {"eval_accuracy_low", "eval_accuracy_high", "eval_pass@2", "eval_majority@2"}
     assert all(intervals <= entry.keys() for entry in entries)
     assert watched.model.training
@@ -719,14 +719,15 @@ def test_evaluations_of_a_frequency_can_choose_the_best(freq, tmp_path):
         greater_is_better=True, save_strategy="best", save_only_model=True,
     )  # fmt: skip
     config = EvaluationConfig(max_completion_length=2)
-    share = by_turn(1, 4, 2, 0)
+    before = [] if freq == "epoch" else [0]
+    share = by_turn(*before, 1, 4, 2, 0)
     trainer.add_callback(GenerationEvalCallback(trainer, audio_rows(4), share, config, freq=freq))
     trainer.train()
-    assert logged(trainer) == [(1, 0.25), (2, 1.0), (3, 0.5)]
+    assert logged(trainer) == [*((0, 0.0) for _ in before), (1, 0.25), (2, 1.0), (3, 0.5)]
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
 
 
-@pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), ("epoch", [1, 2, 3]), (None, [3])])
+@pytest.mark.parametrize(("freq", "steps"), [(2, [0, 2, 3]), ("epoch", [1, 2, 3]), (None, [3])])
 def test_when_to_evaluate(freq, steps, tmp_path):
     """An epoch is a step. Without evaluations of the trainer, only the last weights are evaluated."""
     config = EvaluationConfig(max_completion_length=2)

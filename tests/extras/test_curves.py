@@ -240,7 +240,7 @@ def test_grpo(tmp_path, drawn):
         "KL divergence from the reference",
     ]
     assert points(axes["Reward"].lines[0]) == logged(history, "reward")
-    assert [step for step, _ in points(axes["Held-out accuracy"].lines[0])] == [2, 3]
+    assert [step for step, _ in points(axes["Held-out accuracy"].lines[0])] == [0, 2, 3]
     low, high = (dict(logged(history, f"completions/{name}_length")) for name in ("min", "max"))
     assert band(axes["Completion length"]) == {step: (low[step], high[step]) for step in (1, 2, 3)}
 

@@ -117,7 +117,7 @@ def check_files(output_dir, output, *more):
     card = (output_dir / "README.md").read_text()
     assert "self-check: largest differences" in card and "trl-multimodal-rft" in card
     assert "![Training curves](training_curves.png)" in card and "\nmodel-index:" in card
-    assert re.search(r"Accuracy on held-out \w+ before training: \d+\.\d%", output)
+    assert re.search(r"Accuracy on held-out \w+: \d+\.\d% before training, \d+\.\d% after", output)
     (line,) = [line for line in output.splitlines() if line.startswith(f"{output_dir} has the model")]
     assert all((output_dir / name).exists() for name in re.findall(r"\((.*?)\)", line))
 

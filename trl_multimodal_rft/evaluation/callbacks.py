@@ -43,9 +43,10 @@ class GenerationEvalCallback(TrainerCallback):
         args ([`EvaluationConfig`], *optional*):
             Options of sampling and counting, see [`evaluate_trainer`].
         freq (`int` or `"epoch"`, *optional*):
-            Number of steps between evaluations, or `"epoch"`. By default the callback evaluates whenever the trainer
-            does (`eval_strategy`), and `metric_for_best_model` and [`~transformers.EarlyStoppingCallback`] can use the
-            callback's metrics. With `freq`, they can do so if `metric_for_best_model` names one of these metrics.
+            Number of steps between evaluations, of which the first is before training, or `"epoch"`. By default the
+            callback evaluates whenever the trainer does (`eval_strategy`), and `metric_for_best_model` and
+            [`~transformers.EarlyStoppingCallback`] can use the callback's metrics. With `freq`, they can do so if
+            `metric_for_best_model` names one of these metrics.
         output_dir (`str`, *optional*):
             Folder for the results, in folders `step-<number>`, see [`EvaluationResult.save`].
 
@@ -97,6 +98,8 @@ class GenerationEvalCallback(TrainerCallback):
         handler = self.trainer.callback_handler
         early_stops = [callback for callback in handler.callbacks if isinstance(callback, EarlyStoppingCallback)]
         handler.callbacks = [callback for callback in handler.callbacks if callback not in early_stops] + early_stops
+        if isinstance(self.freq, int) and state.global_step == 0:
+            self._evaluate(state, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if isinstance(self.freq, int) and state.global_step % self.freq == 0:

@@ -61,6 +61,8 @@ _PADDED = "padded rows"
 # Options of ours that change what a model gets of a row
 _CHANGES_INPUT = (*BUDGET_NAMES, "ignored_media_columns")
 NOTHING_COMPARED = 3  # exit status
+_OF_MEDIA = {*MEDIA_COLUMNS, "path", "url"}  # keys of rows and of blocks of messages
+_PATH_MAX = 1000  # characters; a longer text is no path, such as a `data:` URL
 
 
 # Records of a run
@@ -482,13 +484,13 @@ def _as_messages(prompt: str | list) -> list:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def _from_folder(value: Any, folder: str) -> Any:
-    """Returns a value of a row with names of files of a folder as absolute paths."""
+def _from_folder(value: Any, folder: str, is_media: bool = False) -> Any:
+    """Returns a row, or a value of it, with names of media files in a folder as absolute paths. Texts stay."""
     if isinstance(value, dict):
-        return {key: _from_folder(item, folder) for key, item in value.items()}
+        return {key: _from_folder(item, folder, is_media or key in _OF_MEDIA) for key, item in value.items()}
     if isinstance(value, list):
-        return [_from_folder(item, folder) for item in value]
-    path = Path(folder, value).absolute() if isinstance(value, str) and 0 < len(value) < 1000 else None
+        return [_from_folder(item, folder, is_media) for item in value]
+    path = Path(folder, value).absolute() if is_media and isinstance(value, str) and len(value) < _PATH_MAX else None
     return str(path) if path is not None and path.is_file() else value
 
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """Console output of a run: the parts of the model, the first example, and one line per log."""
 
+import copy
 import math
 import re
 import sys
@@ -76,7 +77,8 @@ class CompactLogCallback(TrainerCallback):
         self.needs_example = True  # whether the run has shown no example yet
         self._needs_model = False  # whether a run has begun that hasn't shown its model yet
         self._has_logged = False  # whether the run has logged metrics of a step
-        # Evaluations of the last step that wait for its metrics
+        # Whether the metrics of a finished step may still be logged, and evaluations that are shown after them
+        self._awaits_metrics = False
         self._evaluations: list[tuple[TrainerState, str, dict[str, str]]] = []
         self._trainer_name = ""
         self._timed_until = 0.0  # clock at the end of the last step, evaluation or save, where the next step begins
@@ -203,6 +205,10 @@ class CompactLogCallback(TrainerCallback):
         self._seconds = self._seconds + now - self._timed_until
         self._steps += 1
         self._timed_until = now
+        self._awaits_metrics = True
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: EventPart):
+        self._print_evaluations()  # of a step without a log
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         if self._table is not None:
@@ -252,8 +258,8 @@ class CompactLogCallback(TrainerCallback):
             self._print(state, f"trained in {_duration(logs['train_runtime'])}")
         elif is_evaluation:
             self._timed_until = time.perf_counter()
-            if not self._has_logged and 0 < state.max_steps <= state.global_step:
-                self._evaluations.append((state, *evaluation_values(logs)))
+            if self._awaits_metrics:
+                self._evaluations.append((copy.copy(state), *evaluation_values(logs)))
             else:
                 self._print(state, *evaluation_values(logs))
         else:
@@ -266,7 +272,7 @@ class CompactLogCallback(TrainerCallback):
         for evaluation in self._evaluations:
             self._print(*evaluation)
         self._evaluations.clear()
-        self._has_logged = True
+        self._awaits_metrics = False
 
     def _pace(self, state: TrainerState) -> list[str]:
         """Returns the seconds per step and the remaining time, such as `["2.1 s/step", "7 min left"]`."""
@@ -455,9 +461,10 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
 def evaluation_values(logs: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns the label of an evaluation, with the dataset's name if there are several, and its main metrics."""
     prefix = _prefix_of(logs)
-    dataset_names = [name for name, _ in _matching("eval_(.+)_samples_per_second", logs)]
-    pattern = rf"(?:eval|{re.escape(prefix)})_(?:{re.escape('|'.join(dataset_names[:1]))}_)?(.+)"
-    return " ".join([prefix, *dataset_names[:1]]), metric_values(dict(_matching(pattern, logs)))
+    dataset_names = [name for name, _ in _matching("eval_(.+)_samples_per_second", logs)][:1]
+    of_dataset = "".join(f"(?:{re.escape(name)}_)?" for name in dataset_names)
+    pattern = f"(?:eval|{re.escape(prefix)})_{of_dataset}(.+)"
+    return " ".join([prefix, *dataset_names]), metric_values(dict(_matching(pattern, logs)))
 
 
 def _prefix_of(logs: Mapping[str, Any]) -> str:

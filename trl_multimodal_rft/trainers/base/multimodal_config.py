@@ -43,9 +43,9 @@ from .conflicts import Conflicts, conflicts_of_engine, conflicts_of_groups, conf
 logger = logging.getLogger(__name__)
 main_logger = get_logger(__name__)  # of the main process, once processes are known
 
-# Arguments of `apply_chat_template` that trainers set
 # Options that loaders, engines and clients read, whose values may hold tokens and passwords
 _OF_LOADERS = re.compile(r"_init_kwargs$|_url$|^vllm_engine_kwargs$|^teacher_models$")
+# Arguments of `apply_chat_template` that trainers set
 _TEMPLATE_ARGUMENTS = {"conversation", "messages", "tools", "tokenize", "return_dict", "return_tensors"}
 _TEMPLATE_ARGUMENTS |= {"add_generation_prompt"}
 
@@ -224,11 +224,11 @@ class MediaArguments(CheckedKeywords, _Config):
         return rules_of(self.media_rules, **{name: getattr(self, name) for name in OPTION_NAMES})
 
     def __setattr__(self, name: str, value: Any):
-        # The config is saved and published with the model. Those who load by these options reveal them
+        # The config is saved and published with the model. Code that loads a model by these options reveals them
         super().__setattr__(name, secured(value) if _OF_LOADERS.search(name) else value)
 
     def __getstate__(self):
-        # transformers and the Hub read this token from the config, so it is no `Secret`
+        # Also saved and published. transformers reads this token from the config, so it can't be a `Secret`
         return {**self.__dict__, "hub_token": None}
 
     # Copies in this process keep the token, which `__getstate__` hides
