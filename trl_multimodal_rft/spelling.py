@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from .paths import similar_names
 
 
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 # Names that TRL or transformers removed, with what to do instead
 REMOVED = {
     # TRL's trainers
@@ -363,6 +364,16 @@ def _names_in_module(name: str, names: Mapping[str, object]) -> str:
     public = [key for key, value in names.items() if not key.startswith("_") and not isinstance(value, ModuleType)]
     listing = f" It has {', '.join(map(repr, public))}." if 0 < len(public) <= 5 else ""
     return did_you_mean(name, public) or listing
+
+
+def spelling_of(option: str | Callable | None) -> str | None:
+    """Returns an option that may be a function as text, for a saved config."""
+    return getattr(option, "__name__", type(option).__name__) if callable(option) else option
+
+
+def is_dotted(name: str) -> bool:
+    """Returns whether a name has the form of a dotted path, such as `"my_rewards.brief"`."""
+    return bool(_DOTTED.fullmatch(name))
 
 
 def load_dotted(name: str, kind: str, names: Sequence[str], example: str) -> Any:

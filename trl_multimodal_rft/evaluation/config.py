@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from ..data.reading.rules import MediaRules, budgets_of
 from ..data.rows.unread import check_ignored
-from ..trainers.base.config_options import check_values, help_from_docstring
+from ..trainers.base.config_options import Needs, check_values, help_from_docstring
 from ..trainers.base.conflicts import Conflicts, raise_first
 from ..views.views import as_view
 
@@ -80,6 +80,11 @@ class EvaluationConfig:
             row's medium. Settings of a view go in brackets, as in `"mask_patches(ratio=0.5)"`.
         confidence (`float`, *optional*, defaults to `0.95`):
             Level of the confidence intervals.
+        speech_decoder (`str` or `Callable`, *optional*):
+            Decoder of completions that are codes of an audio codec, see [`MultimodalGRPOConfig`]. By default the
+            trainer's decoder, if there is a trainer.
+        speech_tokens (`str`, *optional*, defaults to `"<|s_{}|>"`):
+            The tokens that stand for codes, see [`MultimodalGRPOConfig`].
         seed (`int`, *optional*, defaults to `0`):
             Sampling seed. Each batch derives its own seed from it and from its index.
         ignored_media_columns (`list[str]`, *optional*):
@@ -120,6 +125,8 @@ class EvaluationConfig:
     ablate: Literal["image", "audio", "video"] | None = None
     ablate_with: str = "blank"
     confidence: Annotated[float, "(0, 1)"] = 0.95
+    speech_decoder: str | None = None
+    speech_tokens: Annotated[str, Needs("speech_decoder")] = "<|s_{}|>"
     seed: int = 0
     ignored_media_columns: list[str] | None = None
     on_media_error: Literal["raise", "skip"] | None = None

@@ -43,9 +43,11 @@ from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Prompted
 from ..rollout.row_pass import RowPass
+from ..rollout.speech import SpeechDecoder, seconds_of
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of, with_one_turn, with_turns
 from ..views.views import View, as_view
+from ..spelling import spelling_of
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, flat, mean
 
@@ -100,6 +102,11 @@ class Evaluation:
         self.encoder = replace(self.encoder, media_rules=rules)
         self.toolbox.media_rules = rules
         self.tokenizer = tokenizer_of(self.encoder.processor)
+        self.ends = Ends(policy.config.eos_token_id)
+        if args.speech_decoder is not None:
+            options = args.speech_decoder, args.speech_tokens, self.ends, self.tokenizer
+            decoder = SpeechDecoder.of(*options, accelerator.device)
+            reward_functions = replace(reward_functions, speech_decoder=decoder)
         self.dataset = dataset
         self.reward_functions = reward_functions
         self.args = args
@@ -184,7 +191,8 @@ class Evaluation:
         for record in records:
             record.pop(GROUP, None)
         model = self.encoder.model.config._name_or_path
-        settings = {**asdict(args), "model": model, "reward_funcs": self.reward_functions.names}
+        options = asdict(replace(args, speech_decoder=spelling_of(args.speech_decoder)))
+        settings = {**options, "model": model, "reward_funcs": self.reward_functions.names}
         return EvaluationResult(metrics, records, settings, skipped)
 
     def _read_prompt(self, row: Row) -> str | list | RenderedPrompt | None:
@@ -367,9 +375,9 @@ class Evaluation:
             # Texts of all messages, and of the last message alone, which has the answer
             texts = [as_text(strip_media(messages)) for messages in rollout.source.completions]
             final_texts = [str(strip_media(messages[-1])["content"]) for messages in rollout.source.completions]
+        rollout = self.reward_functions.with_sounds(rollout)
         rewards, extras = self._reward_completions(rollout)
         first_rewards = next(iter(rewards.values()))
-        ends = Ends(self.policy.config.eos_token_id)
         columns: dict[str, list] = {
             "completions": texts,
             "extracted_answers": [
@@ -380,10 +388,14 @@ class Evaluation:
             "completion_lengths": [
                 sum(turn.stop - turn.start for turn in turns) for turns in rollout.source.sampled_turns
             ],
-            "truncated": [not ends.end(ids, self.tokenizer) for ids in rollout.source.ids],
+            "truncated": [not self.ends.end(ids, self.tokenizer) for ids in rollout.source.ids],
             **{f"reward/{name}": values for name, values in rewards.items()},
             **{f"extra/{name}": values for name, values in extras.items()},
         }
+        if rollout.source.sounds is not None:
+            columns["speech_seconds"] = [
+                None if sound is None else seconds_of(sound) for sound in rollout.source.sounds
+            ]
         if self.policy.tool_loop is not None:
             counts = [trajectory.counts for trajectory in trajectories]
             columns["tool_calls"] = [count["calls"] for count in counts]

@@ -237,6 +237,7 @@ def evaluate_trainer(
         rewards = named_rewards(reward_funcs)
     else:
         rewards = named_rewards(list(trainer.reward_funcs), trainer.reward_func_names)
+    rewards = replace(rewards, speech_decoder=trainer.speech_decoder)
     return Evaluation(policy, dataset, rewards, args, trainer.accelerator).run()
 
 

@@ -37,7 +37,7 @@ _Item = TypeVar("_Item")
 # Entries of a row's record that are lists with an item for each completion
 _LIST_NAMES = ("completions", "extracted_answers", "correct", "completion_lengths", "truncated", "tool_calls")
 _LIST_NAMES += ("tool_failures", "unparsed_calls", "environment_failures", "ended_by")
-_LIST_NAMES += ("completions_without", "correct_without")
+_LIST_NAMES += ("completions_without", "correct_without", "speech_seconds")
 
 
 def pair_result(result: EvaluationResult) -> EvaluationResult:

@@ -47,6 +47,8 @@ class EvaluationResult:
             - `completion_length` in tokens, and `truncated`, the share of completions that didn't end.
             - `rows`, and `scored_rows`, the rows in which the first reward function scored all completions. With
               `on_media_error="skip"`, also `skipped_rows`, the unreadable rows, which aren't counted.
+            - With a `speech_decoder`: `speech/seconds` of a sound, and `speech/undecodable`, the share of completions
+              without a sound.
             - With tools: `tools/call_frequency` (calls per completion), `tools/failure_frequency` (share of calls),
               `tools/unparsed_frequency` (calls that can't be parsed, per completion), `tools/ended_by_length`,
               `tools/ended_by_turns` and `tools/ended_by_media` (shares of completions), and
@@ -62,6 +64,7 @@ class EvaluationResult:
             - lists with an entry for each completion: `completions`, `extracted_answers`, `correct`,
               `completion_lengths`, `truncated`, `reward/<name>`, and `extra/<name>`, the values that functions passed
               to `log_extra`;
+            - with a `speech_decoder`, the list `speech_seconds`, `None` without a sound;
             - with tools, the lists `tool_calls`, `tool_failures`, `unparsed_calls`, `environment_failures` (reasons)
               and `ended_by`, while `completions` are whole conversations as text;
             - with `ablate`, the lists `completions_without` and `correct_without`, `None` if the prompt has no media
@@ -157,6 +160,10 @@ def aggregate(
         # Records of preference pairs lack these columns, as their completions aren't sampled
         if not records or column in records[0]:
             metrics[name] = mean(flat(record[column] for record in records))
+    if records and "speech_seconds" in records[0]:
+        seconds = [*chain.from_iterable(record["speech_seconds"] for record in records)]
+        metrics["speech/seconds"] = mean(flat([seconds]))
+        metrics["speech/undecodable"] = seconds.count(None) / len(seconds)
     if records and "ended_by" in records[0]:
         calls, failures = (sum(flat(record[f"tool_{name}"] for record in records)) for name in ("calls", "failures"))
         ends = [*chain.from_iterable(record["ended_by"] for record in records)]

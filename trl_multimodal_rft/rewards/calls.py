@@ -111,9 +111,11 @@ def check_signature(reward_func: Callable, name: str, arguments: Collection[str]
         )
     missing = [key for key in keyword_names.difference(names) if parameters[key].default is inspect.Parameter.empty]
     if arguments is not None and missing:
+        remedy = "name the parameter after a column, or give it a default"
+        if "completion_audio" in missing:
+            remedy = "set `speech_decoder`, with which it hears completions"
         raise ValueError(
-            f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; name the "
-            "parameter after a column, or give it a default."
+            f"The reward function '{name}' needs {', '.join(map(repr, sorted(missing)))}, but {called}; {remedy}."
         )
 
 

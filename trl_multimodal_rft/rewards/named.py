@@ -4,7 +4,6 @@
 import difflib
 import inspect
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from trl.trainer.utils import get_callable_name
 from .. import rewards
 from ..data.rows.counts import describe_empty_cells, empty_row_indices
 from ..data.rows.features import Rows
-from ..spelling import check_settings, load_dotted, split_settings
+from ..spelling import check_settings, is_dotted, load_dotted, split_settings
 from .calls import CALLED_WITH, check_signature
 
 
@@ -33,9 +32,8 @@ _TRL_FUNCTIONS = ("reasoning_accuracy_reward", "think_format_reward")
 _FACTORIES = ("get_soft_overlong_punishment", "JudgeReward", "RemoteReward")
 REWARD_NAMES = (*_FUNCTIONS, *_TRL_FUNCTIONS, *_FACTORIES)
 # Arguments of reward functions that trainers pass: of the call, and columns that functions of this package read
-_NO_SETTINGS = (*CALLED_WITH, "group_ids", "media_rules", "solution", "choices")
+_NO_SETTINGS = (*CALLED_WITH, "group_ids", "media_rules", "completion_audio", "solution", "choices")
 DEFAULT_REWARDS = ("accuracy_reward", "format_reward")  # of commands without a reward model
-_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def load_reward_funcs(names: Sequence[str]) -> list[Callable]:
@@ -52,7 +50,7 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
     listed = functions if isinstance(functions, (list, tuple)) else [functions]
     for reward_func in listed:
         if isinstance(reward_func, str):
-            is_function = reward_func.endswith(")") or _DOTTED.fullmatch(reward_func)
+            is_function = reward_func.endswith(")") or is_dotted(reward_func)
             # A misspelled name of a function must not be taken for a model on the Hub
             is_function = is_function or difflib.get_close_matches(reward_func, REWARD_NAMES, cutoff=0.8)
             reward_func = _load_func(reward_func) if is_function and not os.path.isdir(reward_func) else reward_func
@@ -62,9 +60,10 @@ def as_reward_funcs(functions: str | Callable | Sequence[str | Callable]) -> lis
     return reward_funcs
 
 
-def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list[str]:
+def check_reward_columns(functions: Sequence[Any], dataset: Rows | None, hears: bool = True) -> list[str]:
     """
     Checks that a dataset has the columns that reward functions read, and returns warnings about their empty cells.
+    `hears` is whether a `speech_decoder` gives them the sounds of completions.
 
     Raises `ValueError` for a missing column, and for an empty column that a function of this package needs.
     """
@@ -73,11 +72,15 @@ def check_reward_columns(functions: Sequence[Any], dataset: Rows | None) -> list
     columns = {*dataset.column_names} - {"prompt", "completion"}
     warnings = []
     # The arguments of a call without completions
-    no_rows: dict[str, list] = dict.fromkeys(("prompts", "completions", "completion_ids", "group_ids", *columns), [])
+    sounds = ("completion_audio",) if hears else ()
+    names = ("prompts", "completions", "completion_ids", "group_ids", *sounds, *columns)
+    no_rows: dict[str, list] = dict.fromkeys(names, [])
     for func in functions:
         function = getattr(func, "func", func)  # without settings, which make a `partial`
         if inspect.isfunction(function):
-            check_signature(func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *columns])
+            check_signature(
+                func, get_callable_name(func), [*CALLED_WITH, "group_ids", "media_rules", *sounds, *columns]
+            )
         name = getattr(function, "__name__", None)
         if name in _FUNCTIONS and function is getattr(rewards, name):
             func(**no_rows)  # raises an error about a missing column

@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 # Added to standard deviations before divisions, as in TRL
 _EPS = 1e-4
 
+HELD_OUT = "held_out_rewards"  # prefix of metrics of functions that aren't trained on
+
 # Mean rewards are logged for this many turns of a completion, from the first turn on
 _SHOWN_TURNS = 8
 
@@ -51,13 +53,21 @@ def rewards_by_turn(rewards: Sequence[Sequence[float | None]], turns: Sequence[S
 
 
 def reward_metrics(
-    rewards_per_func: torch.Tensor, names: Sequence[str], rewards: torch.Tensor, is_std_zero: torch.Tensor
+    rewards_per_func: torch.Tensor,
+    names: Sequence[str],
+    rewards: torch.Tensor,
+    is_std_zero: torch.Tensor,
+    held_out: Collection[str] = (),
 ) -> dict[str, Metric]:
-    """Returns TRL's metrics of rewards of all ranks. Shapes: `rewards_per_func` `(N, F)`, the others `(N,)`."""
+    """
+    Returns TRL's metrics of rewards of all ranks, with another prefix for functions that aren't trained on. Shapes:
+    `rewards_per_func` `(N, F)`, the others `(N,)`.
+    """
     metrics = {}
     for i, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = nan_mean(rewards_per_func[:, i], is_of_all_ranks=True)
-        metrics[f"rewards/{name}/std"] = deviation(rewards_per_func[:, i])
+        prefix = f"{HELD_OUT}/{name}" if name in held_out else f"rewards/{name}"
+        metrics[f"{prefix}/mean"] = nan_mean(rewards_per_func[:, i], is_of_all_ranks=True)
+        metrics[f"{prefix}/std"] = deviation(rewards_per_func[:, i])
     metrics["reward"] = nan_mean(rewards, is_of_all_ranks=True)
     metrics["reward_std"] = deviation(rewards)
     return {**metrics, "frac_reward_zero_std": nan_mean(is_std_zero, is_of_all_ranks=True)}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -26,10 +27,14 @@ from ..rewards.calls import (
     reward_arguments,
 )
 from ..rewards.model import text_reward_func
+from ..spelling import did_you_mean
 from .rollout import Prompted
+from .speech import SpeechDecoder
 
 
 logger = get_logger(__name__)
+
+P = TypeVar("P", bound=Prompted)
 
 
 @dataclass
@@ -38,7 +43,8 @@ class RewardFunctions:
     The reward functions of a run. Called with a [`~rollout.rollout.Prompted`], they return the rewards of its
     completions by the functions' names.
 
-    Functions get TRL's arguments, with media as the dataset has them. A reward model that is an `nn.Module` reads the
+    Functions get TRL's arguments, with media as the dataset has them, and with a `speech_decoder` the sounds of the
+    completions as `completion_audio`. A reward model that is an `nn.Module` reads the
     conversation as text, without its media. The trainer's attributes, such as `reward_func_names`, refer to the lists
     here.
     """
@@ -49,6 +55,8 @@ class RewardFunctions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # of reward models
     logs: dict[str, Callable[..., None] | None] = field(default_factory=dict)  # TRL's `log_extra` and `log_metric`
     loop: AbstractEventLoop | None = None  # for asynchronous functions
+    speech_decoder: SpeechDecoder | None = None  # of completions that are speech
+    held_out: set[str] = field(default_factory=set)  # names of functions that aren't trained on
     were_called: bool = False  # whether they have rewarded a batch
 
     def __call__(
@@ -72,7 +80,7 @@ class RewardFunctions:
                 log(*entry)
         checked = self._checked(rollout, media_rules)
         remaining = {name: function for name, function in checked.items() if name not in early.values}
-        arguments = {**_arguments(rollout), "trainer_state": state, **self.logs}
+        arguments = {**_arguments(self.with_sounds(rollout)), "trainer_state": state, **self.logs}
         rewards = call_rewards(remaining, arguments, self.loop, profile) | early.values
         return {name: _without_failed(rewards[name], rollout) for name in self.names}
 
@@ -91,13 +99,33 @@ class RewardFunctions:
         for name, function in functions.items():
             if not is_async_callable(function):
                 functions[name] = partial(calls, name, function)
-        arguments = {**_arguments(rollout), "trainer_state": state, **logs}
+        arguments = {**_arguments(self.with_sounds(rollout)), "trainer_state": state, **logs}
         return EarlyRewards(call_rewards(functions, arguments, self.loop), log_entries)
+
+    def with_sounds(self, rollout: P) -> P:
+        """Returns completions with their sounds, if there is a `speech_decoder`."""
+        return rollout if self.speech_decoder is None else self.speech_decoder(rollout)
 
     def add(self, name: str, function: Callable) -> None:
         self.functions.append(function)
         self.names[:] = distinct_names([*self.names, name])
         self.processors.append(None)
+
+    def hold_out(self, names: Sequence[str], weights: torch.Tensor) -> None:
+        """
+        Sets the weights of functions that aren't trained on to 0. Raises `ValueError` for unknown names, or if no
+        other function is left.
+        """
+        for name in names:
+            if name not in self.names:
+                raise ValueError(
+                    f"`held_out_rewards` has {name!r}, but the reward functions are "
+                    f"{', '.join(map(repr, self.names))}; name some of them.{did_you_mean(name, self.names)}"
+                )
+            weights[self.names.index(name)] = 0.0
+        self.held_out = {*names}
+        if names and not {*self.names} - self.held_out:
+            raise ValueError("`held_out_rewards` names all reward functions, so that none is left to train on.")
 
     def first(self) -> "RewardFunctions":
         """Returns the first function alone, whose log entries are discarded."""
@@ -161,6 +189,8 @@ def _arguments(rollout: Prompted) -> dict[str, Any]:
     prompts = restore_media(source.messages)
     completions = restore_media(source.completions)
     arguments = reward_arguments(prompts, completions, source.ids, rows)
+    if source.sounds is not None:
+        arguments["completion_audio"] = source.sounds
     if source.whole_groups:
         arguments["group_ids"] = rollout.group_ids.tolist()
     return arguments

@@ -84,6 +84,7 @@ class Source(_Part):
     ids: list[list[int]] = field(default_factory=list)  # token ids of each completion, without padding
     ended: list[bool] = field(default_factory=list)  # whether each completion ended and wasn't cut off
     completions: list[Any] = field(default_factory=list)  # texts, or messages
+    sounds: list[dict[str, Any] | None] | None = None  # of completions, with a [`~rollout.speech.SpeechDecoder`]
     turns: list[list[Turn]] = field(default_factory=list)  # of each completion, where tools are called
     # Messages of each context that replaced a completion's prompt, where tools are called
     contexts: list[list[list[dict[str, Any]]]] = field(default_factory=list)
@@ -110,8 +111,10 @@ class Source(_Part):
 class Rewards:
     """Rewards of completions."""
 
-    by_completion: list[list[float | None]]  # of this rank, each completion's rewards in the order of the functions
-    per_func: torch.Tensor  # (all ranks' N, number of functions)
+    # Of this rank, each completion's rewards in the order of the functions, `None` for those that aren't trained on
+    by_completion: list[list[float | None]]
+    logged: torch.Tensor  # (all ranks' N, number of functions)
+    per_func: torch.Tensor  # `logged`, with NaN for functions that aren't trained on
     bonus: MethodTensor = None  # (all ranks' N,), bonus by `contrast_view`, added to the sum of rewards
 
 

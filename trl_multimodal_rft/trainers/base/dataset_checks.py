@@ -107,7 +107,8 @@ def warn_of_unread_media(
         if cells:
             logger.warning(f"{name}: {cells}. Their prompts have no such media.")
         try:
-            for warning in check_reward_columns(reward_funcs, dataset):
+            hears = getattr(args, "speech_decoder", None) is not None
+            for warning in check_reward_columns(reward_funcs, dataset, hears):
                 logger.warning(f"{name}: {warning}")
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error

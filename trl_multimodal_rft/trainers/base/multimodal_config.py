@@ -17,6 +17,7 @@ from ...credentials import secured
 from ...data.reading.rules import OPTION_NAMES, MediaRules, rules_of
 from ...data.rows.unread import check_ignored
 from ...reporting.trackers import check_trackers, tracker_names
+from ...spelling import spelling_of
 from ...views.view_options import ContrastView, RolloutView, view_option
 from .argument_checks import CheckedKeywords
 from .batch_sizes import batch_options, check_batches
@@ -444,6 +445,26 @@ class MultimodalArguments(SamplingArguments):
             bonus needs a mean reward of the group of at least this many times the mean reward of its further
             completions. Both means are of the first reward function, which gives right completions more than 0.1.
 
+        > Parameters that control speech and held-out rewards, see `docs/speech.md`
+
+        speech_decoder (`str` or `Callable`, *optional*):
+            Decoder of completions that are codes of an audio codec. Reward functions then get `completion_audio`: for
+            each completion a dictionary with the samples (`"array"`), the `"sampling_rate"`, the number of `"frames"`
+            and of `"dropped_frames"`, or `None` if the completion is empty, cut off or can't be decoded. The name of a
+            codec of transformers with `decode(audio_codes)`, such as `"HKUSTAudio/xcodec2"`, which isn't trained, or
+            a function, by its dotted path on a command line. The function gets the codes of a completion, and returns
+            the samples and the sampling rate, such a dictionary, or `None`.
+        speech_tokens (`str`, *optional*, defaults to `"<|s_{}|>"`):
+            The tokens that stand for codes: their form, with `{}` for the code, or the id of the first one and their
+            number, such as `"128266, 28672"`. Of a codec with several codebooks, the codes of a frame follow one
+            another, and those of the second codebook begin where those of the first one end.
+        sample_only (`str`, *optional*):
+            `"speech"` samples only `speech_tokens` and ends of text.
+        held_out_rewards (`list[str]`, *optional*):
+            Names of reward functions that aren't trained on, such as a second recognizer of speech. Their weights are
+            0, their means are logged as `held_out_rewards/<name>/mean`, and a warning says if one falls while the
+            reward rises.
+
     Raises:
         ValueError: If arguments are out of range, contradict each other or have no effect. The message names them and
             the remedy.
@@ -463,6 +484,10 @@ class MultimodalArguments(SamplingArguments):
     balance_ranks: bool = False
     rollout_view: str | None = None
     contrast_view: str | None = None
+    speech_decoder: str | None = None
+    speech_tokens: Annotated[str, Needs("speech_decoder", "sample_only")] = "<|s_{}|>"
+    sample_only: Literal["speech"] | None = None
+    held_out_rewards: list[str] | None = None
 
     _conflicts = (conflicts_of_engine, conflicts_of_staleness, conflicts_of_views, conflicts_of_groups)
 
@@ -484,6 +509,13 @@ class MultimodalArguments(SamplingArguments):
         if self.vllm_importance_sampling_mode is None:
             stale_mode = "sequence_truncate" if self._weighs_completions else "token_truncate"
             self.vllm_importance_sampling_mode = stale_mode if self.max_staleness > 0 else "sequence_mask"
+
+    def to_dict(self):
+        return {**super().to_dict(), "speech_decoder": spelling_of(self.speech_decoder)}
+
+    def __getstate__(self):
+        # A function may not be picklable, and loading a name runs no code
+        return {**super().__getstate__(), "speech_decoder": spelling_of(self.speech_decoder)}
 
     @property
     def rollout_view_settings(self) -> RolloutView:

@@ -191,7 +191,7 @@ class MultimodalDistillationTrainer(MultimodalTrainer, DistillationTrainer):  # 
         self._sampling.check_engine(rollout)
         rollout = self._rewarding.without_failed(rollout)
         rollout = self._teachers.score(rollout, lesson)
-        self._rollout_log.add_completions(rollout, None if rewards is None else rewards.per_func)
+        self._rollout_log.add_completions(rollout, None if rewards is None else rewards.logged)
         log_media_contribution(self._prompting, self._scoring, rollout, self._batches.n_calls)
         return rollout
 

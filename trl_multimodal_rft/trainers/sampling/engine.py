@@ -26,6 +26,7 @@ from ...engines.vllm_servers import Servers
 from ...models.quantization import is_4bit
 from ...models.wrapped import computing_dtype, unwrapped
 from ...policy import PolicyForward
+from ...rollout.speech import speech_codes
 from ..base.argument_checks import mapping
 from ..base.configs import SamplingConfig
 from ..base.dataset_checks import media_limits
@@ -55,21 +56,37 @@ def logit_bias(args: SamplingConfig, placeholders: set[int]) -> dict[int, float]
     return dict.fromkeys(placeholders, -100.0) | {int(i): float(value) for i, value in biases.items()}
 
 
+def allowed_ids(args: SamplingConfig, prompting: Prompting, ends: Sequence[int]) -> set[int] | None:
+    """Returns the tokens that `sample_only` leaves, or `None` if it isn't set."""
+    if getattr(args, "sample_only", None) is None:
+        return None
+    return {*speech_codes(args.speech_tokens, prompting.tokenizer), *ends}
+
+
 def make_engine(
     context: Context,
     prompting: Prompting,
     ends: Sequence[int],
     bias: dict[int, float],
+    allowed: set[int] | None,
     revision: str | None,
     max_media: dict[str, int],
     host_memory: HostMemory | None,
 ) -> InProcess | Servers:
-    """Makes the vLLM engine with TRL's arguments. The user's limits on media per prompt win over `max_media`."""
+    """
+    Makes the vLLM engine with TRL's arguments. It samples the tokens `allowed` alone, if there are such. The user's
+    limits on media per prompt win over `max_media`.
+    """
     args = context.args
     accelerator = context.accelerator
     model: Any = context.model
-    json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     options = args.generation_kwargs or {}
+    banned = bias.keys() - {int(i) for i in options.get("logit_bias", ())}
+    limits: dict[str, Any] = {}
+    if allowed is not None:  # vLLM takes an entry of each request per biased token, and there may be very many
+        limits["allowed_token_ids"] = sorted(allowed)
+        bias = {i: value for i, value in bias.items() if i not in banned}
+    json_bias = {str(i): value for i, value in bias.items()}  # JSON has no integers as keys
     stops = {} if options.get("ignore_eos") else ends_of_text(ends)
     if args.vllm_structured_outputs_regex is not None or "structured_outputs" in options:
         stops.pop("ignore_eos", None)  # a grammar ends with the model folder's end of text, which vLLM must heed
@@ -79,6 +96,7 @@ def make_engine(
         "detokenize": "stop" in options,
         **options,
         **stops,
+        **limits,
         "logit_bias": json_bias if args.vllm_mode == "server" else bias,
     }
     in_4bit = is_peft_model(model) and is_4bit(model)
@@ -115,7 +133,7 @@ def make_engine(
         return InProcess(**arguments)
     return Servers(
         **arguments,
-        placeholders=bias.keys() - {int(i) for i in options.get("logit_bias", ())},
+        placeholders=banned,
         adapter_folder=os.path.join(args.output_dir, "_vllm_adapter"),  # pushes to the Hub leave out `_*`
         max_staleness=args.max_staleness,
     )
@@ -206,12 +224,16 @@ def make_samplers(
     """Returns the user's `sampler`, or the sampler of the config with its engine. `revision` is the model's."""
     args = context.args
     warn_of_unused_recommendations(prompting.encoder.model.generation_config, generation.config)
-    placeholders = all_placeholder_ids(prompting.encoder.model, prompting.encoder.processor)
-    local = transformers_sampler(context, prompting, policy, ends, generation, placeholders)
+    banned = all_placeholder_ids(prompting.encoder.model, prompting.encoder.processor)
+    allowed = allowed_ids(args, prompting, ends)
+    if allowed is not None:
+        banned |= {*range(prompting.encoder.model.config.get_text_config().vocab_size)} - allowed
+    local = transformers_sampler(context, prompting, policy, ends, generation, banned)
     if not args.use_vllm:
         return Samplers(local if sampler is None else sampler, local)
-    bias = logit_bias(args, placeholders)
-    engine_sampler = vllm_sampler(context, prompting, ends, bias, revision, datasets, host_memory, is_in_train)
+    bias = logit_bias(args, banned)
+    parts = revision, datasets, host_memory, is_in_train
+    engine_sampler = vllm_sampler(context, prompting, ends, bias, allowed, *parts)
     engine: Any = engine_sampler.engine
     return Samplers(engine_sampler, local, engine, requests_in_flight(args, engine), bias)
 
@@ -221,6 +243,7 @@ def vllm_sampler(
     prompting: Prompting,
     ends: Sequence[int],
     bias: dict[int, float],
+    allowed: set[int] | None,
     revision: str | None,
     datasets: Iterable[Any],
     host_memory: HostMemory | None,
@@ -232,7 +255,7 @@ def vllm_sampler(
     # Environments and unlimited tools add any number of media
     if not prompting.toolbox.factories and n_tool_media is not None:
         limits = {modality: n + n_tool_media for modality, n in media_limits(context.args, *datasets).items()}
-    engine = make_engine(context, prompting, ends, bias, revision, limits, host_memory)
+    engine = make_engine(context, prompting, ends, bias, allowed, revision, limits, host_memory)
 
     def explain() -> AbstractContextManager[None]:
         return naming_checkpoint(context.args.output_dir, context.step) if is_in_train() else nullcontext()

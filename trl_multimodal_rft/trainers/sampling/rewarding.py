@@ -28,6 +28,15 @@ class Rewarding:
     prompting: Prompting
     functions: RewardFunctions
 
+    def with_sounds(self, rollout: Rollout) -> Rollout:
+        """Returns a rollout with the sounds of its completions, and logs them, if the completions are speech."""
+        decoder = self.functions.speech_decoder
+        if decoder is None:
+            return rollout
+        rollout = decoder(rollout)
+        self.context.metrics.add(decoder.metrics(rollout))
+        return rollout
+
     def __call__(self, rollout: Rollout) -> Rewards:
         """Returns, and logs, the rewards of the completions of all ranks."""
         accelerator = self.context.accelerator
@@ -38,7 +47,13 @@ class Rewarding:
         stacked = torch.cat([rewards_per_func(rewards)[..., None], by_turn], dim=2)
         stacked = accelerator.gather(stacked.to(accelerator.device))
         self.context.metrics.add(turn_metrics(stacked[..., 1:], self.functions.names))
-        return Rewards(rewards, stacked[..., 0].contiguous())
+        logged = stacked[..., 0].contiguous()
+        is_held_out = [name in self.functions.held_out for name in self.functions.names]
+        trained_on = [
+            [None if skips else reward for skips, reward in zip(is_held_out, row, strict=True)] for row in rewards
+        ]
+        per_func = logged.masked_fill(torch.tensor(is_held_out, device=logged.device), torch.nan)
+        return Rewards(trained_on, logged, per_func)
 
     def _call(self, rollout: Prompted, *, only_first: bool = False) -> list[list[float | None]]:
         """
@@ -60,7 +75,8 @@ class Rewarding:
         live = self.context.live
         by_function = functions(rollout, live.state, encoder.media_rules, live.profile, early_rewards)
         rewards_by_completion = [[*row] for row in zip(*by_function.values(), strict=True)]
-        warn_of_unscorable(rewards_by_completion, by_function, rollout.source)
+        trained_on = {name: values for name, values in by_function.items() if name not in functions.held_out}
+        warn_of_unscorable([*zip(*trained_on.values(), strict=True)], trained_on, rollout.source)
         return rewards_by_completion
 
     def without_failed(self, rollout: Rollout) -> Rollout:

@@ -2,7 +2,7 @@
 """Logs of a rollout: TRL's metrics and table of completions, media, the first example, and hints about rewards."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
 from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
-from ...rollout.estimates import Estimates, reward_metrics
+from ...rollout.estimates import HELD_OUT, Estimates, reward_metrics
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...views.views import View
@@ -64,6 +64,8 @@ class RolloutLog:
         yield ReadMetrics(self.rewarding.context.metrics)
         if self.hint is not None:
             yield self.hint
+        if self.rewarding.functions.held_out:
+            yield HeldOutHint(self.rewarding.functions.held_out)
         if self.media is not None:
             has_tools = bool(self.rewarding.prompting.toolbox.tools)
             columns = self.rewarding.prompting.notes.columns
@@ -82,7 +84,13 @@ class RolloutLog:
         counted = torch.arange(len(rollout)) < rollout.n_counted
         is_counted = context.accelerator.gather(counted.to(per_func.device))
         context.metrics.add(
-            reward_metrics(per_func[is_counted], names, rewards[is_counted], estimates.is_std_zero[is_counted])
+            reward_metrics(
+                per_func[is_counted],
+                names,
+                rewards[is_counted],
+                estimates.is_std_zero[is_counted],
+                self.rewarding.functions.held_out,
+            )
         )
         if rollout.source.from_view is not None:
             context.metrics.add(
@@ -284,3 +292,43 @@ class SignalHint(TrainerCallback):
                 "(`log_completions=True`): whether they have what the function rewards, and whether the prompts "
                 "request it."
             )
+
+
+class HeldOutHint(TrainerCallback):
+    """
+    Callback that warns once per held-out reward that falls while the reward rises: by more than three standard errors
+    each, between the first and the last quarter of the run's logs so far, of which there must be 12.
+    """
+
+    def __init__(self, names: Collection[str]):
+        self._names = {*names}  # of functions without a warning
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
+        history = [
+            logs for logs in state.log_history if logs.get("reward") is not None and "train_runtime" not in logs
+        ]
+        if len(history) < 12:
+            return
+        for name in sorted(self._names):
+            values = [logs.get(f"{HELD_OUT}/{name}/mean") for logs in history]
+            if None in values or not is_lower_later(values):
+                continue
+            if is_lower_later([-logs["reward"] for logs in history]):
+                self._names.remove(name)
+                quarter = len(history) // 4
+                first = sum(values[:quarter]) / quarter
+                last = sum(values[-quarter:]) / quarter
+                logger.warning(
+                    f"The held-out reward '{name}' fell from {first:.3g} to {last:.3g} while the reward rose, so the "
+                    "policy may exploit the rewards that it is trained on. Listen to the completions "
+                    "(`log_completions=True`), raise `beta`, lower `learning_rate`, or add a reward that prevents it."
+                )
+
+
+def is_lower_later(values: Sequence[float]) -> bool:
+    """Returns whether the last quarter of values is lower than the first, by more than three standard errors."""
+    quarter = len(values) // 4
+    first = torch.tensor(values[:quarter], dtype=torch.double)
+    last = torch.tensor(values[-quarter:], dtype=torch.double)
+    error = ((first.var() + last.var()) / quarter).sqrt()
+    return bool(first.mean() - last.mean() > 3 * error)

@@ -35,6 +35,7 @@ from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import without_gradient
+from ...rollout.speech import SpeechDecoder
 from ...rollout.turns import ToolLoop
 from ..base.configs import stops_of
 from ..base.dataset_checks import unchecked_datasets
@@ -105,6 +106,7 @@ class MultimodalTrainer(BaseTrainer):
     reward_funcs = attribute_of("_reward_functions", "functions")
     reward_func_names = attribute_of("_reward_functions", "names")
     reward_processing_classes = attribute_of("_reward_functions", "processors")
+    speech_decoder = attribute_of("_reward_functions", "speech_decoder")
     # Attributes of stages that users and tests read and replace
     sampler = attribute_of("_sampling", "sampler", is_late=True)
     in_flight = attribute_of("_sampling", "in_flight", is_late=True)
@@ -231,6 +233,7 @@ class MultimodalTrainer(BaseTrainer):
         if args.needs_rewards:
             groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
         functions = self._reward_functions
+        functions.hold_out(getattr(args, "held_out_rewards", None) or (), self.reward_weights)
         functions.loop = getattr(self, "async_loop", None)
         functions.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
         self.use_vllm = args.use_vllm
@@ -244,6 +247,9 @@ class MultimodalTrainer(BaseTrainer):
         has_rows = inputs.rollout_func is None and self._knows_rows
         stop_ids, stop_texts = stops_of(args)
         ends = Ends([*dict.fromkeys([*self.eos_token_ids, *stop_ids])], stop_texts)
+        if getattr(args, "speech_decoder", None) is not None:
+            options = args.speech_decoder, args.speech_tokens, ends, self._prompting.tokenizer
+            functions.speech_decoder = SpeechDecoder.of(*options, self.accelerator.device)
         samplers = make_samplers(
             self._context,
             self._prompting,
@@ -338,6 +344,7 @@ class MultimodalTrainer(BaseTrainer):
             rollout = self._sampling(prompted)
         rollout = self._score_rollout(rollout)
         self._sampling.check_engine(rollout)
+        rollout = self._rewarding.with_sounds(rollout)
         rewards = self._reward(rollout)
         rollout = self._rewarding.without_failed(rollout)
         rollout = self._estimate(rollout, rewards)
@@ -374,7 +381,7 @@ class MultimodalTrainer(BaseTrainer):
             outside = out_of_range(self._bounded_rewards(rewards, totals), group_ids, self.args.dynamic_sampling_range)
         rollout = with_estimates(rollout, estimates, causes, outside, self.accelerator)
         self._rollout_log.measure_difficulty(rollout, rewards.per_func)
-        self._rollout_log.add(rollout, rewards.per_func, totals, estimates)
+        self._rollout_log.add(rollout, rewards.logged, totals, estimates)
         return rollout
 
     def _bounded_rewards(self, rewards: Rewards, totals: torch.Tensor) -> torch.Tensor:
