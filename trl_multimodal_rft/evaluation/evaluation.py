@@ -43,11 +43,11 @@ from ..rollout.environments import Environments
 from ..rollout.reward_functions import RewardFunctions
 from ..rollout.rollout import Prompted
 from ..rollout.row_pass import RowPass
-from ..rollout.speech import SpeechDecoder, seconds_of
+from ..rollout.speech import decoder_of, seconds_of
 from ..rollout.stream import EncodedRow
 from ..rollout.turns import LIMITS, ToolLoop, Trajectory, run_turns, texts_of, with_one_turn, with_turns
-from ..views.views import View, as_view
 from ..spelling import spelling_of
+from ..views.views import View, as_view
 from .config import EvaluationConfig
 from .result import GROUP, EvaluationResult, aggregate, flat, mean
 
@@ -104,8 +104,7 @@ class Evaluation:
         self.tokenizer = tokenizer_of(self.encoder.processor)
         self.ends = Ends(policy.config.eos_token_id)
         if args.speech_decoder is not None:
-            options = args.speech_decoder, args.speech_tokens, self.ends, self.tokenizer
-            decoder = SpeechDecoder.of(*options, accelerator.device)
+            decoder = decoder_of(args, self.ends, self.tokenizer, accelerator.device)
             reward_functions = replace(reward_functions, speech_decoder=decoder)
         self.dataset = dataset
         self.reward_functions = reward_functions

@@ -23,7 +23,7 @@ from ..data.rows.thoughts import without_thoughts
 from ..rewards.answers import completion_text, extract_answer, references_of
 from ..rewards.calls import Argument
 from ..rewards.model import rows_of_batch
-from .remote import Server, base64_encoder
+from .remote import Server, base64_encoder, sound_ref
 
 
 logger = logging.get_logger(__name__)
@@ -87,7 +87,8 @@ class JudgeReward(Server):
             answer is too long.
         media (`bool`, *optional*, defaults to `False`):
             Whether the judge gets the media of the prompt: images and frames of videos as `image_url`, audio as
-            `input_audio`.
+            `input_audio`. With a `speech_decoder`, the sound of the completion follows as the last recording, and a
+            completion without a sound gets 0.0.
         options (`dict[str, Any]`, *optional*, defaults to `{"temperature": 0.0}`):
             Further entries of requests, such as `max_tokens`.
         api_key_variable (`str`, *optional*):
@@ -192,6 +193,7 @@ class JudgeReward(Server):
                 f"{self.name} compares with the dataset column `solution`, which is missing: add the column, or "
                 f"pass a `template` without {{reference}}. Columns received: {sorted(columns)}."
             )
+        sounds = columns.pop("completion_audio", None) if self.media else None
         messages = [row["prompt"] for row in rows_to_messages(rows_of_batch(prompts, columns), rules=media_rules)]
         encode = base64_encoder(_SAMPLING_RATE)
         payloads: dict[int, dict[str, Any] | None] = {}
@@ -200,6 +202,10 @@ class JudgeReward(Server):
             if needs_reference and not references:
                 continue
             answer = extract_answer(completion_text(completion))
+            recording: list[dict[str, Any]] = []
+            if sounds is not None:
+                answer = "" if sounds[index] is None else "the last recording"
+                recording = [] if sounds[index] is None else [{"content": sound_ref(sounds[index])}]
             if not answer or self.max_answer_length is not None and len(answer) >= self.max_answer_length:
                 payloads[index] = None
                 continue
@@ -209,7 +215,13 @@ class JudgeReward(Server):
                 "answer": answer,
             }
             text = _FIELDS.sub(lambda field, texts=texts: texts[field[1]], self.template)
-            content = [*_media_blocks(prompt, encode), {"type": "text", "text": text}] if self.media else text
+            content = text
+            if self.media:
+                content = [
+                    *_media_blocks(prompt, encode),
+                    *_media_blocks(recording, encode),
+                    {"type": "text", "text": text},
+                ]
             payloads[index] = {"model": self.model, "messages": [{"role": "user", "content": content}], **self.options}
         return payloads
 

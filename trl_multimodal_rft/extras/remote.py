@@ -122,7 +122,8 @@ class RemoteReward(Server):
 
     Each request is a JSON object with lists of equal length: `prompts` and `completions` as text, `queries` (both
     concatenated), and, if the dataset has them, `labels`, `images` (lists of PNG files in base64), `audios` (WAV) and
-    `videos` (lists of lists of PNG frames). The server must return `{"rewards": [...]}`, one number per completion,
+    `videos` (lists of lists of PNG frames), and, with a `speech_decoder`, `completion_audios` (WAV, `null` where there
+    is no sound). The server must return `{"rewards": [...]}`, one number per completion,
     `null` where the reward doesn't apply.
 
     Args:
@@ -164,12 +165,20 @@ class RemoteReward(Server):
     name: str = "remote_reward"
 
     def __call__(
-        self, prompts: list, completions: list, media_rules: MediaRules = DEFAULT_RULES, **columns: Argument
+        self,
+        prompts: list,
+        completions: list,
+        media_rules: MediaRules = DEFAULT_RULES,
+        completion_audio: list | None = None,
+        **columns: Argument,
     ) -> list[float | None]:
         """Requests the rewards of completions, with labels and media. Trainers pass the `media_rules` of the run."""
-        return self.request(
-            self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
-        )
+        payload = self._payload(rows_of_batch(prompts, columns, [self.label_column]), completions, media_rules)
+        if completion_audio is not None:
+            encode = base64_encoder(self.sampling_rate)
+            sounds = [None if sound is None else encode(sound_ref(sound)) for sound in completion_audio]
+            payload["completion_audios"] = sounds
+        return self.request(payload)
 
     def request(self, payload: dict[str, list]) -> list[float | None]:
         """
@@ -230,6 +239,11 @@ class RemoteReward(Server):
             if any(refs):
                 payload[f"{modality}s"] = [[encode(ref) for ref in refs_of_row] for refs_of_row in refs]
         return payload
+
+
+def sound_ref(sound: dict[str, Any]) -> MediaRef:
+    """Returns a reference to an item of `completion_audio`."""
+    return MediaRef("audio", sound, {}, "completion_audio", 0)
 
 
 def base64_encoder(sampling_rate: int) -> Callable[[MediaRef], str | list[str]]:

@@ -434,6 +434,7 @@ def metric_values(logs: Mapping[str, Any]) -> dict[str, str]:
                 values.setdefault("accuracy", _per_cent(rewards[name]))
             else:
                 values[name] = _per_cent(rewards[name]) if name in accuracies else _number(rewards[name])
+    values |= {f"held out {name}": _number(value) for name, value in _matching(r"held_out_rewards/(.+)/mean", logs)}
     margin = logs.get("margin", logs.get("rewards/margins"))
     if margin is not None:
         values["margin"] = _number(margin)

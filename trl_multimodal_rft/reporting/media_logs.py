@@ -49,7 +49,9 @@ _FRAMES_SHOWN = 8  # of a video, in trackers that show only images
 # Columns of media that tools returned
 _TOOL_COLUMNS = {f"tool_{modality}s": modality for modality in _DATASET_FEATURES}
 
-_COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS}
+COMPLETION_AUDIO = "completion_audio"  # column of completions that are speech
+
+_COLUMNS = {**MEDIA_COLUMNS, **_TOOL_COLUMNS, COMPLETION_AUDIO: "audio"}
 
 MAX_PROMPTS = 8  # maximum number of prompts in a table whose media are shown: the first prompts that have media
 MAX_BYTES = 32e6  # maximum size of a prompt's media in bytes; the media of a prompt with more aren't shown
@@ -131,7 +133,7 @@ class MediaLog:
         try:
             for ref in self._refs[row]:
                 name = ref.column.split("[")[0]
-                if name not in MEDIA_COLUMNS:  # the medium is in a message
+                if name not in (*MEDIA_COLUMNS, COMPLETION_AUDIO):  # the medium is in a message
                     name = f"tool_{ref.modality}s" if name.startswith(TOOL_PREFIX) else f"{ref.modality}s"
                 file = media_file(ref, bytes_left)
                 bytes_left -= len(file.data)
@@ -175,8 +177,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     features = Features.from_arrow_schema(table.schema)
     for column, name in media_columns(frame, media, columns).items():
         modality = _COLUMNS[column]
-        # A column such as `image` has one medium per row, and `images` has a list
-        feature = _DATASET_FEATURES[modality] if column == modality else List(_DATASET_FEATURES[modality])
+        feature = _DATASET_FEATURES[modality] if _has_one(column) else List(_DATASET_FEATURES[modality])
         features[name] = feature
         cells = []
         for index, row in enumerate(media):
@@ -184,7 +185,7 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
                 {"bytes": file.data, "path": f"{column}-{index}-{i}.{file.suffix}"}
                 for i, file in enumerate(row.get(column, ()))
             ]
-            cells.append((files[0] if column == modality else files) if files else None)
+            cells.append((files[0] if _has_one(column) else files) if files else None)
         storage = Features({name: feature}).arrow_schema.field(name).type
         # A chunk per row, since a chunk holds at most 2 GB
         table = table.append_column(name, pa.chunked_array([pa.array([value], storage) for value in cells]))
@@ -193,6 +194,11 @@ def write_parquet(frame: pd.DataFrame, media: list[PromptMedia], path: Path, col
     partial = path.with_suffix(".partial")  # until the file is complete
     pq.write_table(table, partial)
     partial.replace(path)
+
+
+def _has_one(column: str) -> bool:
+    """Returns whether a column, such as `image`, has one medium per row. Others, such as `images`, have lists."""
+    return column in (_COLUMNS[column], COMPLETION_AUDIO)
 
 
 def _write_file(file: MediaFile, label: str, folder: Path) -> str:
@@ -241,7 +247,7 @@ def wandb_table(frame: pd.DataFrame, media: list[PromptMedia], folder: Path) -> 
         media_lists = [[] if value is None else value for value in table.pop(name)]
         for i in range(max(map(len, media_lists))):
             cells = [value[i] if i < len(value) else None for value in media_lists]
-            table[name if column == _COLUMNS[column] else f"{name}_{i}"] = pd.Series(cells, dtype=object)
+            table[name if _has_one(column) else f"{name}_{i}"] = pd.Series(cells, dtype=object)
     return {"completions": wandb.Table(dataframe=table)}
 
 

@@ -38,22 +38,6 @@ class SpeechDecoder:
     ends: Ends
     tokenizer: PreTrainedTokenizerBase
 
-    @classmethod
-    def of(
-        cls,
-        decoder: str | Callable,
-        speech_tokens: str,
-        ends: Ends,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device,
-    ) -> Self:
-        """Returns the decoder of the options `speech_decoder` and `speech_tokens`."""
-        codes = speech_codes(speech_tokens, tokenizer)
-        if isinstance(decoder, str) and is_dotted(decoder) and not os.path.exists(decoder):
-            decoder = load_dotted(decoder, "speech decoder", (), "my_codec.decode")
-        decode = _Codec.load(decoder, len(codes), device) if isinstance(decoder, str) else _Function(decoder)
-        return cls(decode, codes, ends, tokenizer)
-
     def __call__(self, rollout: P) -> P:
         """
         Returns completions with their sounds, `None` for a completion that is empty, cut off or can't be decoded.
@@ -93,6 +77,20 @@ class SpeechDecoder:
 
     def _has_ended(self, ids: list[int]) -> bool:
         return self.ends.end(ids, self.tokenizer)
+
+
+def decoder_of(
+    args: Any, ends: Ends, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> SpeechDecoder | None:
+    """Returns the decoder of the options `speech_decoder` and `speech_tokens`, if there is one."""
+    decoder = getattr(args, "speech_decoder", None)
+    if decoder is None:
+        return None
+    codes = speech_codes(args.speech_tokens, tokenizer)
+    if isinstance(decoder, str) and is_dotted(decoder) and not os.path.exists(decoder):
+        decoder = load_dotted(decoder, "speech decoder", (), "my_codec.decode")
+    decode = _Codec.load(decoder, len(codes), device) if isinstance(decoder, str) else _Function(decoder)
+    return SpeechDecoder(decode, codes, ends, tokenizer)
 
 
 def seconds_of(sound: Sound) -> float:

@@ -17,12 +17,13 @@ from transformers.trainer_callback import CallbackHandler
 from ...algorithms.metrics import average, latest, share
 from ...algorithms.signal import CAUSES
 from ...checks.media_contribution import media_contribution
+from ...data.reading.refs import MediaRef
 from ...data.rows.columns import strip_media
 from ...data.rows.labels import class_names
 from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
-from ...reporting.media_logs import TABLES, MediaLog, MediaLogCallback
+from ...reporting.media_logs import COMPLETION_AUDIO, TABLES, MediaLog, MediaLogCallback
 from ...rollout.estimates import HELD_OUT, Estimates, reward_metrics
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
@@ -107,8 +108,12 @@ class RolloutLog:
         self.tables["prompt"].extend(gather_object(strip_media(rollout.source.messages)))
         self.tables["completion"].extend(gather_object(strip_media(rollout.source.completions)))
         if self.media is not None:
-            completions = rollout.source.completions if self.rewarding.prompting.toolbox.tools else None
-            self.media.add(rollout.source.messages, self.rewarding.context.group_size, completions)
+            source = rollout.source
+            completions: list = source.completions if self.rewarding.prompting.toolbox.tools else [None] * len(rollout)
+            if source.sounds is not None:
+                heard = zip(completions, source.sounds, source.row_indices, strict=True)
+                completions = [[completion, *sound_refs(sound, row)] for completion, sound, row in heard]
+            self.media.add(source.messages, self.rewarding.context.group_size, completions)
         console = None
         if self.main_handler is not None and self.rewarding.context.is_training:
             console = console_of(self.main_handler.callbacks)
@@ -151,6 +156,14 @@ class RolloutLog:
             sums = sum_over_ranks(self.rewarding.context.accelerator, [float(sum(values)), len(values)])
             self.rewarding.context.metrics.add({name: share(*sums, is_of_all_ranks=True)})
         self.pending_metrics.clear()
+
+
+def sound_refs(sound: dict[str, Any] | None, row: int) -> list[MediaRef]:
+    """Returns the sound of a completion for the table of completions."""
+    if sound is None:
+        return []
+    source = {name: sound[name] for name in ("array", "sampling_rate")}
+    return [MediaRef("audio", source, {}, COMPLETION_AUDIO, row)]
 
 
 def reward_index(name: str | None, names: Sequence[str]) -> int:
@@ -304,25 +317,19 @@ class HeldOutHint(TrainerCallback):
         self._names = {*names}  # of functions without a warning
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
-        history = [
-            logs for logs in state.log_history if logs.get("reward") is not None and "train_runtime" not in logs
-        ]
-        if len(history) < 12:
-            return
         for name in sorted(self._names):
-            values = [logs.get(f"{HELD_OUT}/{name}/mean") for logs in history]
-            if None in values or not is_lower_later(values):
+            keys = "reward", f"{HELD_OUT}/{name}/mean"
+            logs = [entry for entry in state.log_history if None not in map(entry.get, keys)]
+            rewards = [-entry[keys[0]] for entry in logs]
+            values = [entry[keys[1]] for entry in logs]
+            if len(logs) < 12 or not (is_lower_later(values) and is_lower_later(rewards)):
                 continue
-            if is_lower_later([-logs["reward"] for logs in history]):
-                self._names.remove(name)
-                quarter = len(history) // 4
-                first = sum(values[:quarter]) / quarter
-                last = sum(values[-quarter:]) / quarter
-                logger.warning(
-                    f"The held-out reward '{name}' fell from {first:.3g} to {last:.3g} while the reward rose, so the "
-                    "policy may exploit the rewards that it is trained on. Listen to the completions "
-                    "(`log_completions=True`), raise `beta`, lower `learning_rate`, or add a reward that prevents it."
-                )
+            self._names.remove(name)
+            logger.warning(
+                f"The held-out reward '{name}' fell to {values[-1]:.3g} while the reward rose to {-rewards[-1]:.3g}, "
+                "so the policy may exploit the rewards that it is trained on. Look at the completions "
+                "(`log_completions=True`), raise `beta`, lower `learning_rate`, or add a reward that prevents it."
+            )
 
 
 def is_lower_later(values: Sequence[float]) -> bool:

@@ -35,7 +35,7 @@ from ...rollout.reward_functions import RewardFunctions
 from ...rollout.rollout import Prompted, Rewards, Rollout, TRLInputs
 from ...rollout.score import score_with_view
 from ...rollout.skipped_forwards import without_gradient
-from ...rollout.speech import SpeechDecoder
+from ...rollout.speech import decoder_of
 from ...rollout.turns import ToolLoop
 from ..base.configs import stops_of
 from ..base.dataset_checks import unchecked_datasets
@@ -247,9 +247,7 @@ class MultimodalTrainer(BaseTrainer):
         has_rows = inputs.rollout_func is None and self._knows_rows
         stop_ids, stop_texts = stops_of(args)
         ends = Ends([*dict.fromkeys([*self.eos_token_ids, *stop_ids])], stop_texts)
-        if getattr(args, "speech_decoder", None) is not None:
-            options = args.speech_decoder, args.speech_tokens, ends, self._prompting.tokenizer
-            functions.speech_decoder = SpeechDecoder.of(*options, self.accelerator.device)
+        functions.speech_decoder = decoder_of(args, ends, self._prompting.tokenizer, self.accelerator.device)
         samplers = make_samplers(
             self._context,
             self._prompting,
