@@ -35,9 +35,9 @@ def speech_tokenizer(n_codes: int = 64, special: bool = True) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
 
 
-def speech_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+def speech_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, **sizes, **ids))
     model.generation_config = GenerationConfig(do_sample=True, **ids)

@@ -10,8 +10,8 @@ import pytest
 import soundfile
 import torch
 from datasets import Audio, Dataset
-from helpers.speech import codec_folder, speech_model, speech_rows, speech_tokenizer
 from helpers.resumed_runs import same_weights
+from helpers.speech import codec_folder, speech_model, speech_rows, speech_tokenizer
 from transformers import MimiModel, Xcodec2Model
 
 from trl_multimodal_rft import (

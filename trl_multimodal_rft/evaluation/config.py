@@ -83,7 +83,7 @@ class EvaluationConfig:
         speech_decoder (`str` or `Callable`, *optional*):
             Decoder of completions that are codes of an audio codec, see [`MultimodalGRPOConfig`]. By default the
             trainer's decoder, if there is a trainer.
-        speech_tokens (`str`, *optional*, defaults to `"<|s_{}|>"`):
+        speech_tokens (`str`, *optional*):
             The tokens that stand for codes, see [`MultimodalGRPOConfig`].
         seed (`int`, *optional*, defaults to `0`):
             Sampling seed. Each batch derives its own seed from it and from its index.
@@ -126,7 +126,7 @@ class EvaluationConfig:
     ablate_with: str = "blank"
     confidence: Annotated[float, "(0, 1)"] = 0.95
     speech_decoder: str | None = None
-    speech_tokens: Annotated[str, Needs("speech_decoder")] = "<|s_{}|>"
+    speech_tokens: Annotated[str | None, Needs("speech_decoder")] = None
     seed: int = 0
     ignored_media_columns: list[str] | None = None
     on_media_error: Literal["raise", "skip"] | None = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -111,7 +110,7 @@ class RewardFunctions:
         self.names[:] = distinct_names([*self.names, name])
         self.processors.append(None)
 
-    def hold_out(self, names: Sequence[str], weights: torch.Tensor) -> None:
+    def hold_out(self, names: Sequence[str], weights: Any) -> None:
         """
         Sets the weights of functions that aren't trained on to 0. Raises `ValueError` for unknown names, or if no
         other function is left.

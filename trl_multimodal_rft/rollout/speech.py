@@ -25,6 +25,7 @@ P = TypeVar("P", bound=Prompted)
 # frames of the codec, and `"dropped_frames"`, the number of damaged ones, which were left out
 Sound = dict[str, Any]
 
+SPEECH_TOKENS = "<|s_{}|>"  # the form of the tokens that stand for codes, by default
 _SILENT = 1e-3  # root mean square of samples below which a sound is silent, -60 dB of full scale
 _MOST_SOUNDS = 32  # that a codec decodes at once
 
@@ -97,8 +98,9 @@ def seconds_of(sound: Sound) -> float:
     return len(sound["array"]) / sound["sampling_rate"]
 
 
-def speech_codes(speech_tokens: str, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+def speech_codes(speech_tokens: str | None, tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
     """Returns the codes of the tokens of `speech_tokens` by token id. Raises `ValueError` if there are none."""
+    speech_tokens = SPEECH_TOKENS if speech_tokens is None else speech_tokens
     if "{}" in speech_tokens:
         pattern = re.compile(re.escape(speech_tokens).replace(re.escape("{}"), r"(\d+)"))
         matches = {token_id: pattern.fullmatch(token) for token, token_id in tokenizer.get_vocab().items()}

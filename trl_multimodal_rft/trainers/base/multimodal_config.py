@@ -454,9 +454,9 @@ class MultimodalArguments(SamplingArguments):
             codec of transformers with `decode(audio_codes)`, such as `"HKUSTAudio/xcodec2"`, which isn't trained, or
             a function, by its dotted path on a command line. The function gets the codes of a completion, and returns
             the samples and the sampling rate, such a dictionary, or `None`.
-        speech_tokens (`str`, *optional*, defaults to `"<|s_{}|>"`):
+        speech_tokens (`str`, *optional*):
             The tokens that stand for codes: their form, with `{}` for the code, or the id of the first one and their
-            number, such as `"128266, 28672"`. Of a codec with several codebooks, the codes of a frame follow one
+            number, such as `"128266, 28672"`. By default `"<|s_{}|>"`. Of a codec with several codebooks, the codes of a frame follow one
             another, and those of the second codebook begin where those of the first one end.
         sample_only (`str`, *optional*):
             `"speech"` samples only `speech_tokens` and ends of text.
@@ -485,7 +485,7 @@ class MultimodalArguments(SamplingArguments):
     rollout_view: str | None = None
     contrast_view: str | None = None
     speech_decoder: str | None = None
-    speech_tokens: Annotated[str, Needs("speech_decoder", "sample_only")] = "<|s_{}|>"
+    speech_tokens: Annotated[str | None, Needs("speech_decoder", "sample_only")] = None
     sample_only: Literal["speech"] | None = None
     held_out_rewards: list[str] | None = None
 
@@ -511,6 +511,7 @@ class MultimodalArguments(SamplingArguments):
             self.vllm_importance_sampling_mode = stale_mode if self.max_staleness > 0 else "sequence_mask"
 
     def to_dict(self):
+        """Returns the options as in transformers, with a function as its name."""
         return {**super().to_dict(), "speech_decoder": spelling_of(self.speech_decoder)}
 
     def __getstate__(self):

@@ -60,7 +60,7 @@ def allowed_ids(args: SamplingConfig, prompting: Prompting, ends: Sequence[int])
     """Returns the tokens that `sample_only` leaves, or `None` if it isn't set."""
     if getattr(args, "sample_only", None) is None:
         return None
-    return {*speech_codes(getattr(args, "speech_tokens", ""), prompting.tokenizer), *ends}
+    return {*speech_codes(getattr(args, "speech_tokens", None), prompting.tokenizer), *ends}
 
 
 def make_engine(

@@ -233,7 +233,7 @@ class MultimodalTrainer(BaseTrainer):
         if args.needs_rewards:
             groups = group_exchange(args, self.accelerator, self.train_dataset, inputs.makes_prompts)
         functions = self._reward_functions
-        functions.hold_out(getattr(args, "held_out_rewards", None) or (), self.reward_weights)
+        functions.hold_out(getattr(args, "held_out_rewards", None) or (), getattr(self, "reward_weights", None))
         functions.loop = getattr(self, "async_loop", None)
         functions.logs = {name: getattr(self, method, None) for name, method in _LOG_METHODS.items()}
         self.use_vllm = args.use_vllm
