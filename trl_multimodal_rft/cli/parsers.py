@@ -19,6 +19,7 @@ LAYOUTS = {
     "avqa-r1": "load_avqa_r1",
     "easyr1": "load_easyr1",
     "verl": "load_verl",
+    "speech": "load_speech",
     **dict.fromkeys(("rlaif-v", "mmpr"), "load_preferences"),
     **dict.fromkeys(("sharegpt", "llama-factory", "llava", "ms-swift"), "load_conversations"),
 }
@@ -217,7 +218,8 @@ def prepare(parser: Parser) -> None:
     task_help = "sft: whole conversations; rl: prompts with a solution"
     task_help += "; dpo: pairs; kto: labelled completions; judge: pairs in both orders"
     add("--task", choices=("sft", "rl", "dpo", "kto", "judge"), help=task_help)
-    add("--prompt_key", help="column of the problem (default: problem)")
+    add("--codec", help="codec that turns recordings into tokens, with the layout 'speech'")
+    add("--prompt_key", help="column of the problem (default: problem), or of the text of a recording (text)")
     add("--answer_key", help="column of the answer (default: answer)")
     add("--max_pixels", type=int, help="maximum pixels of an image or a frame")
     add("--media_rules", type=parse_json, help=_RULES_HELP)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
         load_preferences,
         load_verl,
     )
+    from ..extras.prepare.speech import load_speech
     from .reading.rules import MediaRules
     from .rows.pairs import judge_rows
 
@@ -34,6 +35,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "load_preferences",
             "load_verl",
         ],
+        "..extras.prepare.speech": ["load_speech"],
         ".rows.pairs": ["judge_rows"],
     },
 )

@@ -142,6 +142,20 @@ def whole_frames(codes: Sequence[int], n_codebooks: int, size: int) -> tuple[lis
     return frames, n_begun - len(frames)
 
 
+def load_codec(name: str, device: torch.device) -> tuple[PreTrainedModel, int]:
+    """Returns a codec of transformers, frozen, with the number of codes of a codebook."""
+    model = AutoModel.from_pretrained(name, trust_remote_code=False).to(device).eval().requires_grad_(False)
+    size = getattr(model.config, "codebook_size", None)
+    levels = getattr(model.config, "quantization_levels", None)
+    size = math.prod(levels) if size is None and levels else size
+    if size is None or not hasattr(model, "decode"):
+        raise ValueError(
+            f"{name!r} is a {type(model).__name__}, which decodes no codes; name a codec such as "
+            "'HKUSTAudio/xcodec2', or in Python, pass a function as `speech_decoder`."
+        )
+    return model, size
+
+
 @dataclass(frozen=True, eq=False)
 class _Codec:
     """Codec of transformers, whose codebooks have `size` codes."""
@@ -152,15 +166,7 @@ class _Codec:
 
     @classmethod
     def load(cls, name: str, n_codes: int, device: torch.device) -> Self:
-        model = AutoModel.from_pretrained(name, trust_remote_code=False).to(device).eval().requires_grad_(False)
-        size = getattr(model.config, "codebook_size", None)
-        levels = getattr(model.config, "quantization_levels", None)
-        size = math.prod(levels) if size is None and levels else size
-        if size is None or not hasattr(model, "decode"):
-            raise ValueError(
-                f"`speech_decoder={name!r}` is a {type(model).__name__}, which decodes no codes; name a codec such as "
-                "'HKUSTAudio/xcodec2', or pass a function that gets the codes of a completion."
-            )
+        model, size = load_codec(name, device)
         return cls(model, -(-n_codes // size), size)
 
     def __call__(self, code_lists: list[list[int]], rows: Sequence[int]) -> list[Sound | None]:

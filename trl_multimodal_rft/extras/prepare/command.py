@@ -19,7 +19,7 @@ from .folders import check_empty, write_folder
 # Options of `prepare` that only some layouts have. They are named like the loaders' arguments, but an argument
 # `audio_dir` is set by `--media_dir`.
 _OPTIONS = ("media_dir", "audio_dir", "template", "skip_missing", "task", "prompt_key", "answer_key")
-_OPTIONS += ("max_pixels",)
+_OPTIONS += ("max_pixels", "codec")
 
 
 def convert(args: argparse.Namespace) -> DatasetDict:
@@ -34,6 +34,8 @@ def convert(args: argparse.Namespace) -> DatasetDict:
         if name not in parameters:
             supported = [f"--{option}" for option in _OPTIONS if option in parameters and option != "audio_dir"]
             raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {supported}; remove it.")
+    if "codec" in parameters and "codec" not in options:
+        raise ValueError(f"the layout {args.layout!r} needs a codec; name one, as in `--codec HKUSTAudio/xcodec2`.")
     tasks = get_args(parameters["task"].annotation) if "task" in options else ()
     if "task" in options and options["task"] not in tasks:
         raise ValueError(f"the layout {args.layout!r} supports `--task {'` or `'.join(tasks)}`; set one of them.")

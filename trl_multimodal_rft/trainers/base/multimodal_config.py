@@ -456,8 +456,8 @@ class MultimodalArguments(SamplingArguments):
             the samples and the sampling rate, such a dictionary, or `None`.
         speech_tokens (`str`, *optional*):
             The tokens that stand for codes: their form, with `{}` for the code, or the id of the first one and their
-            number, such as `"128266, 28672"`. By default `"<|s_{}|>"`. Of a codec with several codebooks, the codes of a frame follow one
-            another, and those of the second codebook begin where those of the first one end.
+            number, such as `"128266, 28672"`. By default `"<|s_{}|>"`. Of a codec with several codebooks, the codes of
+            a frame follow one another, and those of the second codebook begin where those of the first one end.
         sample_only (`str`, *optional*):
             `"speech"` samples only `speech_tokens` and ends of text.
         held_out_rewards (`list[str]`, *optional*):
