@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers; `lazy_names` gets the same names below
     from .ready.majority import majority_reward
     from .ready.preference import preference_reward
     from .ready.recipe import apply_recipe
+    from .ready.speech import duration_reward, speaker_reward, spoken_wer_reward, whole_frames_reward
     from .ready.transcripts import cer_reward, ocr_reward, wer_reward
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -46,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".model": ["RewardModel"],
         ".ready.preference": ["preference_reward"],
         ".ready.recipe": ["apply_recipe"],
+        ".ready.speech": ["duration_reward", "speaker_reward", "spoken_wer_reward", "whole_frames_reward"],
         ".ready.transcripts": ["cer_reward", "ocr_reward", "wer_reward"],
     },
 )
