@@ -141,8 +141,8 @@ def test_a_notebook_has_a_table(tmp_path, monkeypatch, capsys):
     names = table[0]
     rows = [dict(zip(table[0], cells, strict=False)) for cells in table[1:]]
     assert names[0] == "step" and {"reward", "length", "eval accuracy", "eval reward"} < {*names}
-    assert [row["step"] for row in rows] == ["1", "2"] and rows[1]["eval accuracy"].startswith("25.0 % (")
-    assert all(row["reward"].startswith("0.25 ±") for row in rows) and "2/2 " in page[-1]
+    assert [row["step"] for row in rows] == ["0", "1", "2"] and rows[2]["eval accuracy"].startswith("25.0 % (")
+    assert all(row["reward"].startswith("0.25 ±") for row in rows[1:]) and "2/2 " in page[-1]
     assert "step 1/2" not in capsys.readouterr().out
 
 

@@ -150,6 +150,7 @@ NOT_DRAWN = {
     "dynamic_sampling_reward",  # see test_difficulty.py
     "rejected_view",  # see test_dpo.py
     *("max_tool_calling_iterations", "max_tool_media", "max_context_media", "vllm_engine_kwargs"),
+    *("speech_decoder", "speech_tokens", "sample_only", "held_out_rewards"),  # see test_speech.py
     *("log_multimodal", "num_completions_to_print", "teacher_model_server_url"),
     "teacher_models",  # see test_several_teachers.py
     "teacher_processor",  # see test_separate_teacher.py

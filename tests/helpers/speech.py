@@ -73,5 +73,18 @@ def codec_folder(name: str = "xcodec2") -> str:
     return str(folder)
 
 
+@functools.cache
+def speaking_models() -> dict[str, str]:
+    """Returns the folders of a model with Llasa's special tokens and of its codec, by their names on the Hub."""
+    tokenizer = speech_tokenizer()
+    names = ("TEXT_UNDERSTANDING_START", "TEXT_UNDERSTANDING_END", "SPEECH_GENERATION_START", "SPEECH_GENERATION_END")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    folder = Path(_FOLDER.name, "llasa")
+    speech_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {"HKUSTAudio/Llasa-1B": str(folder), "HKUSTAudio/xcodec2-hf": codec_folder()}
+
+
 def speech_rows(n: int = 4) -> Dataset:
     return Dataset.from_list([{"prompt": f"say {'one' if i % 2 else 'two'}", "number": i} for i in range(n)])

@@ -39,8 +39,10 @@ from helpers import first_run_page, forked
 from helpers.chats import RATE, audio
 from helpers.families import FAMILIES, MORE_FAMILIES
 from helpers.folders import ROOT
+from helpers.listeners import whisper_folder
 from helpers.marks import slow_but
 from helpers.processes import PATIENCE
+from helpers.speech import speaking_models
 from helpers.trainer_utils import Injected, length_and_sum, make_trainer, saved
 from huggingface_hub.cli.jobs import uv_app
 from pip_extras import MEDIA
@@ -109,6 +111,12 @@ def folder(tmp_path, monkeypatch):
     for name, family in MODELS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).symlink_to(saved(family))
+    for name, saved_folder in {**speaking_models(), "openai/whisper-large-v3": whisper_folder()}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(saved_folder)
+    (tmp_path / "openai/whisper-small").symlink_to(whisper_folder())
+    (tmp_path / "path/to/sentences").mkdir(parents=True)
+    Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "path/to/sentences/train.parquet")
     for name, kind in DATASETS.items():
         (tmp_path / name).mkdir(parents=True)
         media = [str(tmp_path / f"{kind}{i}") for i in range(2)]
@@ -415,7 +423,7 @@ METRICS = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \|", (ROOT / 
 
 def is_explained(pattern):
     """Returns whether a table of the page has a metric of that name."""
-    own = re.sub(r"^rewards/.+/", "rewards/<function>/", pattern)
+    own = re.sub(r"^(held_out_)?rewards/.+/", r"\1rewards/<function>/", pattern)
     return any(re.fullmatch(own, name) for name in METRICS)
 
 

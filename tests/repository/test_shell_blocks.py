@@ -32,6 +32,7 @@ NOT_RUN = {
     "trl-multimodal-rft grpo --config qwen": "is a recipe, whose test is in tests/scripts",
     "trl-multimodal-rft estimate --config qwen": "downloads the config",
     "trl-multimodal-rft sft --model_name_or_path talking": "needs pretrained weights",
+    "trl-multimodal-rft sft --model_name_or_path my-llama": "has a test in tests/extras/prepare",
     "trl-multimodal-rft grpo --config digits.yaml --model_name_or_path listening": "needs pretrained weights",
     "trl-multimodal-rft evaluate --pairs": "needs a judge or a reward model",
     "trl-multimodal-rft grpo --model_name_or_path Qwen/Qwen3-VL-4B-Instruct": "needs a template with tools",

@@ -56,6 +56,7 @@ def hostile(seed, length):
 def reward_of(function, text, solution):
     completions = [[{"role": "assistant", "content": text}]]
     columns = {"solution": [solution], "choices": [["dog", "cat"]], "completion_ids": [[1] * 400], "group_ids": [0]}
+    columns |= {"audio": [None], "completion_audio": [None]}
     [reward] = function(prompts=["?"], completions=completions, **columns)
     return reward
 

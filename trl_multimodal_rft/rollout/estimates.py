@@ -25,8 +25,6 @@ logger = get_logger(__name__)
 # Added to standard deviations before divisions, as in TRL
 _EPS = 1e-4
 
-HELD_OUT = "held_out_rewards"  # prefix of metrics of functions that aren't trained on
-
 # Mean rewards are logged for this many turns of a completion, from the first turn on
 _SHOWN_TURNS = 8
 
@@ -65,9 +63,12 @@ def reward_metrics(
     """
     metrics = {}
     for i, name in enumerate(names):
-        prefix = f"{HELD_OUT}/{name}" if name in held_out else f"rewards/{name}"
-        metrics[f"{prefix}/mean"] = nan_mean(rewards_per_func[:, i], is_of_all_ranks=True)
-        metrics[f"{prefix}/std"] = deviation(rewards_per_func[:, i])
+        mean = nan_mean(rewards_per_func[:, i], is_of_all_ranks=True)
+        std = deviation(rewards_per_func[:, i])
+        if name in held_out:
+            metrics |= {f"held_out_rewards/{name}/mean": mean, f"held_out_rewards/{name}/std": std}
+        else:
+            metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     metrics["reward"] = nan_mean(rewards, is_of_all_ranks=True)
     metrics["reward_std"] = deviation(rewards)
     return {**metrics, "frac_reward_zero_std": nan_mean(is_std_zero, is_of_all_ranks=True)}

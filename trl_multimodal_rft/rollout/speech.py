@@ -151,7 +151,7 @@ def load_codec(name: str, device: torch.device) -> tuple[PreTrainedModel, int]:
     if size is None or not hasattr(model, "decode"):
         raise ValueError(
             f"{name!r} is a {type(model).__name__}, which decodes no codes; name a codec such as "
-            "'HKUSTAudio/xcodec2', or in Python, pass a function as `speech_decoder`."
+            "'HKUSTAudio/xcodec2-hf', or in Python, pass a function as `speech_decoder`."
         )
     return model, size
 

@@ -514,9 +514,10 @@ def test_rows_without_a_reference_have_no_reward(name):
     ids = [[1], [1]]
     choices = [["a", "b"]] * 4
     missing = [None, [], float("nan"), np.float32("nan")]
-    assert reward(completions=["a"] * 4, completion_ids=ids * 2, solution=missing, choices=choices) == [None] * 4
-    with pytest.raises(ValueError, match=r"column `solution`, which is missing.*'question'\]"):
-        reward(completions=["a", "b"], completion_ids=ids, question=["?"])
+    columns = {"completion_ids": ids * 2, "choices": choices, "completion_audio": [None] * 4}
+    assert reward(completions=["a"] * 4, solution=missing, **columns) == [None] * 4
+    with pytest.raises(ValueError, match=r"column `solution`, which is missing.*'question'[],]"):
+        reward(completions=["a", "b"], completion_ids=ids, completion_audio=[None] * 2, question=["?"])
 
 
 def test_settings_by_name():

@@ -35,7 +35,7 @@ def convert(args: argparse.Namespace) -> DatasetDict:
             supported = [f"--{option}" for option in _OPTIONS if option in parameters and option != "audio_dir"]
             raise ValueError(f"the layout {args.layout!r} doesn't support `--{name}`, only {supported}; remove it.")
     if "codec" in parameters and "codec" not in options:
-        raise ValueError(f"the layout {args.layout!r} needs a codec; name one, as in `--codec HKUSTAudio/xcodec2`.")
+        raise ValueError(f"the layout {args.layout!r} needs a codec; name one, as in `--codec HKUSTAudio/xcodec2-hf`.")
     tasks = get_args(parameters["task"].annotation) if "task" in options else ()
     if "task" in options and options["task"] not in tasks:
         raise ValueError(f"the layout {args.layout!r} supports `--task {'` or `'.join(tasks)}`; set one of them.")

@@ -40,7 +40,7 @@ def load_speech(
             Split.
         codec (`str`):
             Name or folder of a codec of transformers with `encode` and a feature extractor, such as
-            `"HKUSTAudio/xcodec2"`.
+            `"HKUSTAudio/xcodec2-hf"`.
         template (`str`, *optional*, defaults to `"{text}"`):
             Template of prompts, with the text as `{text}`.
         prompt_key (`str`, *optional*, defaults to `"text"`):

@@ -62,7 +62,7 @@ def spoken_wer_reward(
         likelihood_weight (`float`, *optional*, defaults to `0.0`):
             Weight of the likelihood, for a recognizer by name.
 
-    For the other arguments and the errors, see [`wer_reward`].
+    For the other arguments and the errors, see [`accuracy_reward`]. Needs what [`wer_reward`] needs.
     """
     name = "spoken_wer_reward"
     sounds = _sounds(completion_audio, name)
@@ -107,12 +107,16 @@ def speaker_reward(
     A completion without a sound gets 0.0.
 
     Args:
+        completions (`list`):
+            Completions, which aren't read.
         audio (`list`):
             Recordings of the wanted voices, `None` where the reward does not apply.
         completion_audio (`list`):
             Sounds of the completions, by the trainer's `speech_decoder`.
         speaker_model (`str`, *optional*, defaults to `"microsoft/wavlm-base-plus-sv"`):
             Name or folder of a model of speakers (`AutoModelForAudioXVector`), which is loaded once.
+        media_rules ([`~data.MediaRules`], *optional*):
+            Rules by which the recordings are read.
 
     Returns:
         `list[float | None]`: Similarities from 0 to 1, `None` where there is no recording.
@@ -148,6 +152,8 @@ def duration_reward(
     https://huggingface.co/papers/2511.21270.
 
     Args:
+        completions (`list`):
+            Completions, which aren't read.
         solution (`list`):
             The text of each completion, `None` where the reward does not apply.
         completion_audio (`list`):
@@ -181,8 +187,13 @@ def whole_frames_reward(
     A completion without a sound gets 0.0.
 
     Args:
+        completions (`list`):
+            Completions, which aren't read.
         completion_audio (`list`):
             Sounds of the completions, by the trainer's `speech_decoder`.
+
+    Returns:
+        `list[float]`: Shares from 0 to 1.
     """
     return [
         0.0 if sound is None else sound["frames"] / max(sound["frames"] + sound["dropped_frames"], 1)

@@ -451,9 +451,9 @@ class MultimodalArguments(SamplingArguments):
             Decoder of completions that are codes of an audio codec. Reward functions then get `completion_audio`: for
             each completion a dictionary with the samples (`"array"`), the `"sampling_rate"`, the number of `"frames"`
             and of `"dropped_frames"`, or `None` if the completion is empty, cut off or can't be decoded. The name of a
-            codec of transformers with `decode(audio_codes)`, such as `"HKUSTAudio/xcodec2"`, which isn't trained, or
-            a function, by its dotted path on a command line. The function gets the codes of a completion, and returns
-            the samples and the sampling rate, such a dictionary, or `None`.
+            codec of transformers with `decode(audio_codes)`, such as `"HKUSTAudio/xcodec2-hf"`, which isn't trained,
+            or a function, by its dotted path on a command line. The function gets the codes of a completion, and
+            returns the samples and the sampling rate, such a dictionary, or `None`.
         speech_tokens (`str`, *optional*):
             The tokens that stand for codes: their form, with `{}` for the code, or the id of the first one and their
             number, such as `"128266, 28672"`. By default `"<|s_{}|>"`. Of a codec with several codebooks, the codes of

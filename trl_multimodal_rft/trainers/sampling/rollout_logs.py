@@ -24,7 +24,7 @@ from ...encoding.prompts import EncodedPrompt
 from ...reporting.console import console_of
 from ...reporting.events import EventPart
 from ...reporting.media_logs import COMPLETION_AUDIO, TABLES, MediaLog, MediaLogCallback
-from ...rollout.estimates import HELD_OUT, Estimates, reward_metrics
+from ...rollout.estimates import Estimates, reward_metrics
 from ...rollout.ranks import sum_over_ranks
 from ...rollout.rollout import Rollout
 from ...views.views import View
@@ -318,7 +318,7 @@ class HeldOutHint(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: EventPart):
         for name in sorted(self._names):
-            keys = "reward", f"{HELD_OUT}/{name}/mean"
+            keys = "reward", f"held_out_rewards/{name}/mean"
             logs = [entry for entry in state.log_history if None not in map(entry.get, keys)]
             rewards = [-entry[keys[0]] for entry in logs]
             values = [entry[keys[1]] for entry in logs]
