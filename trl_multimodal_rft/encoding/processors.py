@@ -4,6 +4,7 @@
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from transformers import AutoProcessor, FeatureExtractionMixin, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging
@@ -19,6 +20,10 @@ logger = logging.get_logger(__name__)
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 M = TypeVar("M", str, list)  # a prompt: text or messages
 T = TypeVar("T")
+
+# Control tokens by tokenizer, with the special tokens that it named when they were read, which takes 0.7 s with the
+# 65,536 codes of a codec as added tokens
+_control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[list[str], frozenset[str]]] = WeakKeyDictionary()
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
@@ -88,11 +93,15 @@ def ends_with(ids: list[int], stop_strings: Sequence[str], processor: Processor 
     return any(stop_string in str(tokenizer_of(processor).decode(tail)) for stop_string, tail in tails)
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Returns the control tokens of a tokenizer, which are its special tokens."""
-    added_tokens = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
-    added_tokens = added_tokens.values() if isinstance(added_tokens, dict) else ()
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added_tokens if token.special)} - {""}
+    named = tokenizer.all_special_tokens
+    if _control_tokens.get(tokenizer, ([], ()))[0] != named:
+        added_tokens = getattr(tokenizer, "added_tokens_decoder", None)  # Mistral's tokenizers have none
+        added_tokens = added_tokens.values() if isinstance(added_tokens, dict) else ()
+        tokens = {*named, *(str(token) for token in added_tokens if token.special)} - {""}
+        _control_tokens[tokenizer] = (named, frozenset(tokens))
+    return _control_tokens[tokenizer][1]
 
 
 def completion_texts(ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
