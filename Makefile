@@ -1,7 +1,8 @@
 # `make demo` trains a small audio model on spoken digits; `make test` runs the tests. Each sets up its own `.venv`, or
 # `.venv-vllm`, since vLLM wants other versions of much that it needs.
 
-PYTHON ?= python3.11
+# The first that runs
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c "" 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
@@ -171,6 +172,7 @@ clean:
 	rm -rf .venv* outputs
 
 $(VENV)/pip:
+	@[ -n "$(PYTHON)" ] || { echo "There is no python3.11, python3.12 or python3.13: install one, such as by 'uv python install 3.11', or name one by 'make PYTHON=...'."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 

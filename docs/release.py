@@ -9,7 +9,8 @@ a tag is pushed:
 python docs/release.py https://github.com/<owner>/<name> v0.1.0
 ```
 
-Into the notebooks, once, so that their badges open them on Colab and their first cells install from it:
+Into README and the notebooks, once, with the badges: README's of the workflow, and those that open notebooks on Colab,
+whose first cells install from it:
 
 ```bash
 python docs/release.py https://github.com/<owner>/<name>
@@ -26,6 +27,17 @@ ROOT = Path(__file__).parents[1]
 # The target of a link in Markdown or of an image in HTML
 _TARGET = re.compile(r'(!?)(?:(\[[^\[\]]*\]|\[!\[[^\[\]]*\]\([^)]*\)\])\(([^)\s]+)\)|(src=")([^"]+))')
 
+_ADDRESS = "https://github.com/<owner>/<name>"
+_NO_BADGE = "*Colab opens this notebook once `docs/release.py` has written the address of its repository here.*"
+_BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/"
+
+
+def named(readme: str, address: str) -> str:
+    """Returns README with the address, and a badge of the workflow."""
+    workflow = f"{address}/actions/workflows/ci.yml"
+    readme = readme.replace("[![Python]", f"[![CI]({workflow}/badge.svg)]({workflow}) [![Python]", 1)
+    return readme.replace(_ADDRESS, address)
+
 
 def absolute(text: str, address: str, tag: str) -> str:
     """Returns Markdown whose links to files of the repository lead to the tag's, and which installs from the index."""
@@ -33,8 +45,6 @@ def absolute(text: str, address: str, tag: str) -> str:
     def point(path: str, is_image: bool) -> str:
         if "://" in path or path.startswith("#"):
             return path
-        if path.startswith("../../"):  # of the repository's page, such as a badge of its workflow
-            return f"{address}/{path[6:]}"
         return f"{address}/{'raw' if is_image else 'blob'}/{tag}/{path}"
 
     def link(found: re.Match) -> str:
@@ -43,6 +53,7 @@ def absolute(text: str, address: str, tag: str) -> str:
             return f"{bang}{source}{point(image, True)}"
         return f"{bang}{_TARGET.sub(link, title)}({point(path, bool(bang))})"
 
+    text = named(text, address)
     text = re.sub(r'pip install -e "\.(\[.*?\])"  # in a clone; ', r'pip install "trl-multimodal-rft\1"  # ', text)
     return _TARGET.sub(link, text)
 
@@ -62,14 +73,16 @@ def main(address: str, tag: str, root: Path = ROOT) -> None:
 
 
 def name_repository(address: str, root: Path = ROOT) -> None:
-    """Writes the address into the notebooks: the badges for Colab, which opens GitHub's pages, and the first cells."""
+    """Writes the address into README and the notebooks, whose badges are for Colab, which opens GitHub's pages."""
     repository = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
     if repository is None:
-        raise SystemExit(
-            f"{address!r} isn't the address of a repository on GitHub, https://github.com/<owner>/<name>."
-        )
+        raise SystemExit(f"{address!r} isn't the address of a repository on GitHub, {_ADDRESS}.")
+    page = f"https://github.com/{repository[1]}"
+    readme = root / "README.md"
+    readme.write_text(named(readme.read_text(), page))
     for path in sorted((root / "examples" / "notebooks").glob("*.ipynb")):
-        path.write_text(path.read_text().replace("OWNER/NAME", repository[1]))
+        badge = f"{_BADGE}{repository[1]}/blob/main/examples/notebooks/{path.name})"
+        path.write_text(path.read_text().replace(_NO_BADGE, badge).replace(_ADDRESS, page))
 
 
 if __name__ == "__main__":

@@ -376,8 +376,6 @@ def test_links_lead_somewhere(page):
         path, _, section = link.partition("#")
         if "://" in link:
             continue
-        if page == README and link.startswith("../../actions/workflows/"):  # a page of GitHub
-            path = ".github" + link.removeprefix("../../actions").removesuffix("/badge.svg")
         target = page.parent / path if path else page
         assert target.exists(), link
         if section and target.suffix == ".md":

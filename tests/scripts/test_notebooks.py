@@ -111,12 +111,15 @@ def test_address_of_the_repository(path, address, tmp_path):
     copy = tmp_path / "examples" / "notebooks" / path.name
     copy.parent.mkdir(parents=True)
     copy.write_text(path.read_text())
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     RELEASE["name_repository"](address, tmp_path)
     old, new = (nbformat.read(each, as_version=4) for each in (path, copy))
     page = f"https://colab.research.google.com/github/we/it/blob/main/examples/notebooks/{path.name}"
     assert f"]({page})" in new.cells[0].source and 'source = "https://github.com/we/it"' in new.cells[1].source
     assert [cell.source for cell in old.cells[2:]] == [cell.source for cell in new.cells[2:]]
-    assert path.read_text().replace("OWNER/NAME", "we/it") == copy.read_text()
+    assert "<owner>" in path.read_text() and "<owner>" not in copy.read_text()
+    readme = (tmp_path / "README.md").read_text()
+    assert "git clone https://github.com/we/it trl" in readme and "](https://github.com/we/it/actions/" in readme
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_first_cell_installs_the_package(path, tmp_path):
     local = {  # git, and pip by it, read the address from here
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
-        "GIT_CONFIG_VALUE_0": "https://github.com/OWNER/NAME",
+        "GIT_CONFIG_VALUE_0": "https://github.com/<owner>/<name>",
     }
     command = [sys.executable, "-c", code, str(tmp_path / "first.ipynb")]
     run = forked.run(command, env={**os.environ, **local}, capture_output=True)
