@@ -34,7 +34,7 @@ AppError = gradio_client.exceptions.AppError
 # gradio's use of pandas
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
+SERVING = Path(__file__).parents[2] / "docs" / "hub.md"
 QUESTION = "What do you hear in the audio?"
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
-"""The table of `difference_table.py` as tables of `docs/where_it_differs.md`, which `make fix` writes."""
+"""The table of `difference_table.py` as tables of `docs/compare.md`, which `make fix` writes."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def tables() -> str:
     for title, is_in in SECTIONS:
         rows = [_row(entry) for entry in DIFFERENCES if is_in(entry)]
         if rows:
-            sections.append("\n".join([f"### {title}\n", HEAD, *rows]))
+            sections.append("\n".join([f"#### {title}\n", HEAD, *rows]))
     return "\n\n".join(sections)

@@ -3,7 +3,7 @@
 The values of TRL's options that come to something else here than in TRL, as data.
 
 `test_differences.py` compares each entry with what happens, and `make fix` writes them into
-`docs/where_it_differs.md`.
+`docs/compare.md`.
 """
 
 from __future__ import annotations

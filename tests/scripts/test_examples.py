@@ -137,7 +137,7 @@ def test_audio_and_asking_the_saved_model(tmp_path):
     assert sum(line.startswith("step ") and " | reward " in line for line in lines) == 2
     assert not any("Warning" in line for line in lines)
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hub.md").read_text(), re.DOTALL)
     code = next(block for block in blocks if "outputs/grpo_audio" in block)
     code = code.replace("outputs/grpo_audio", str(tmp_path))
     run = forked.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE)

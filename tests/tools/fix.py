@@ -42,7 +42,7 @@ from trl_multimodal_rft.versions import UNTESTED  # noqa: E402
 ROOT = Path(__file__).parents[2]
 README, FAMILIES, INSTALL = (ROOT / name for name in ("README.md", "docs/generated/families.md", "docs/install.md"))
 LIGHTRFT = ROOT / "docs" / "from_lightrft.md"
-DIFFERENCES = ROOT / "docs" / "where_it_differs.md"
+DIFFERENCES = ROOT / "docs" / "compare.md"
 COLUMNS = ROOT / "tests" / "columns"
 PUBLIC = [trl_multimodal_rft, data, evaluation, lightrft, models, rewards, trainers]
 SELF_CHECK = SelfCheck(

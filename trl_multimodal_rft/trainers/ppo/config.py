@@ -56,7 +56,7 @@ class MultimodalPPOConfig(MultimodalGRPOConfig):
     Configuration class for the [`MultimodalPPOTrainer`].
 
     Holds every argument of [`MultimodalGRPOConfig`] (policy loss, KL divergence, rewards, entropy mask, resampling),
-    and the arguments below. `docs/ppo.md` says how they work together.
+    and the arguments below. `docs/algorithms.md` says how they work together.
 
     Parameters:
         > Parameters that control the advantages
