@@ -1,7 +1,6 @@
 # Copyright 2026 The trl-multimodal-rft Authors. Licensed under the Apache License, Version 2.0 (see LICENSE).
 """
-Writes the files of `docs/first_run.md`, `first_pairs.md` and `first_agent.md` into the working directory: media, their
-answers, and small models.
+Writes the files of `docs/first_run.md` into the working directory: media, their answers, and small models.
 
 The recordings are spoken digits, the pictures written ones, and the models have random weights. Only the agent's has
 seen calls of its tool.

@@ -32,6 +32,7 @@ from families_report.tiny_media import encode
 from families_report.tiny_models import tiny_model
 from helpers import forked
 from helpers.families import FAMILIES
+from helpers.first_run_page import RECORDINGS
 from helpers.folders import ROOT
 from helpers.marks import OUTSIDE
 from helpers.processes import PATIENCE
@@ -139,8 +140,8 @@ def test_first_options_are_those_of_the_examples():
     """
     recipes = [yaml.safe_load(path.read_text()) for path in (ROOT / "trl_multimodal_rft" / "recipes").rglob("*.yaml")]
     counts = Counter(name for recipe in recipes for name in recipe)
-    first = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("README.md", "first_run.md"))]
-    texts = [path.read_text() for path in [*first, *(ROOT / "examples").glob("*.py")]]
+    first = [ROOT / "README.md", ROOT / "docs" / "README.md", RECORDINGS, *(ROOT / "examples").glob("*.py")]
+    texts = [page.read_text() for page in first]
     shells = [code for text in texts for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
     files = [code for text in texts for code in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
     used = {*re.findall(r"--(\w+)", " ".join(shells)), *(name for code in files for name in yaml.safe_load(code))}

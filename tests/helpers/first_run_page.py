@@ -4,22 +4,36 @@
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, PAIRS, AGENT = (DOCS / f"first_{name}.md" for name in ("run", "pairs", "agent"))
+@dataclass(frozen=True)
+class Part:
+    """A part of `docs/first_run.md`, below a title."""
+
+    name: str
+
+    def read_text(self) -> str:
+        text = (Path(__file__).parents[2] / "docs" / "first_run.md").read_text()
+        return re.search(rf"^## {self.name}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+
+
+Page = Path | Part
+RECORDINGS = Part("A folder of recordings")
+PAIRS = Part("Answers that people compared")
+AGENT = Part("A tool that shows")
 BY_HAND = ("hf ", "trl-multimodal-rft chat ")  # commands that need an account, or a browser
 
 
-def write_files(folder: Path, page: Path = PAGE) -> None:
+def write_files(folder: Path, page: Page = RECORDINGS) -> None:
     """Writes the files whose text a page shows."""
     for name, text in re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         (folder / name).write_text(text)
 
 
-def typed(page: Path = PAGE) -> list[tuple[str, str]]:
+def typed(page: Page = RECORDINGS) -> list[tuple[str, str]]:
     """Returns commands of a page with their outputs: the next fence if it names no language, else an empty string."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     commands = []
@@ -53,7 +67,9 @@ def masked(console: str, folder: Path) -> list[str]:
     return re.sub(r"(?<!\w)-?\d[\d,]*(?<!,)(\.\d+)?(e[-+]?\d+)?( (s|min|h|k|M|B)\b)?", "N", text).splitlines()
 
 
-def play(command: Callable[..., CompletedProcess], folder: Path, page: Path = PAGE) -> dict[str, CompletedProcess]:
+def play(
+    command: Callable[..., CompletedProcess], folder: Path, page: Page = RECORDINGS
+) -> dict[str, CompletedProcess]:
     """Runs the commands of a page. Asserts that they print the page's lines in order. Returns results by command."""
     runs = {}
     for line, shown in typed(page):

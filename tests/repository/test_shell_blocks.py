@@ -18,6 +18,7 @@ PAGES = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *sor
 # Beginnings of commands that don't run here, with the reason. `test_commands_are_there` reads the options of all.
 NOT_RUN = {
     "pip ": "installs packages",
+    "git ": "clones the repository",
     "hf ": "needs an account",
     "vllm ": "needs vLLM",
     "curl ": "asks a server",
@@ -137,8 +138,8 @@ def run_here(words, folder):
     assert run.returncode == 0, (shlex.join(command), run.stdout[-500:], run.stderr[-2000:])
 
 
-FIRST = ("docs/first_run.md", "docs/first_pairs.md")
-RUNNING = [(name, words) for name, page in PAGES.items() if name not in FIRST for words in to_run(page)]
+FIRST = "docs/first_run.md"
+RUNNING = [(name, words) for name, page in PAGES.items() if name != FIRST for words in to_run(page)]
 
 
 @pytest.mark.gate

@@ -3,7 +3,7 @@
 What a new user does today: README's install lines in an empty environment, with the newest versions that pip resolves.
 
 There all trainers are imported, all commands show their help without a word on stderr, and the commands of
-`docs/first_run.md`, `first_pairs.md` and `first_agent.md` print what these pages show. This file needs Python alone.
+`docs/first_run.md` print what this page shows. This file needs Python alone.
 `--first ""` leaves out README's line for machines without a GPU; `--first "torch==2.13.0 torchvision==0.28.0"` serves
 where a disk has the build for CPUs.
 """
@@ -91,10 +91,10 @@ def main() -> None:
         run("pip", "install", "-e", f".[{EXTRAS}]")
         run("python", clone / "examples" / "first_run.py", cwd=folder)
         played = {}
-        for page in (first_run_page.PAGE, first_run_page.PAIRS, first_run_page.AGENT):
+        for page in (first_run_page.RECORDINGS, first_run_page.PAIRS, first_run_page.AGENT):
             first_run_page.write_files(folder, page)
             played[page] = first_run_page.play(command, folder, page)
-        (shown,) = [run for line, run in played[first_run_page.PAGE].items() if " evaluate " in line]
+        (shown,) = [run for line, run in played[first_run_page.RECORDINGS].items() if " evaluate " in line]
         accuracy = float(re.search(r"^accuracy ([\d.]+) %", shown.stdout, re.MULTILINE)[1])
         assert accuracy > 80, shown.stdout
     print(f"README's lines install, and the first run evaluates to {accuracy} %")
