@@ -7,7 +7,7 @@ import traceback
 import numpy as np
 import pytest
 from extras.test_remote_rewards import pixels, waveform
-from helpers.chats import image
+from helpers.chats import RATE, image
 from helpers.trainer_utils import image_rows, make_trainer, sound
 
 from trl_multimodal_rft import MultimodalGRPOTrainer
@@ -166,6 +166,25 @@ def test_media(server):
     assert content[1]["input_audio"]["format"] == "wav" and len(waveform(content[1]["input_audio"]["data"])) > 0
     judge_of(server)([prompt], ["seven"], solution=["7"])
     assert isinstance(server.requests[-1]["messages"][0]["content"], str)
+
+
+def test_a_completion_that_is_speech_is_heard(serve):
+    """The recording is the last one of the request; without media, or without a sound, there is none."""
+
+    def right_if_heard(request):
+        blocks = request["messages"][0]["content"]
+        recordings = [block for block in blocks if isinstance(block, dict) and block["type"] == "input_audio"]
+        return chat(f"Score: {len(recordings)}")
+
+    server = serve(right_if_heard)
+    spoken = sound(0.2, 1)["array"]
+    sounds = [{"array": spoken, "sampling_rate": RATE, "frames": 2, "dropped_frames": 0}, None]
+    columns = {"solution": ["seven"] * 2, "completion_audio": sounds}
+    assert judge_of(server, media=True)(["Say seven."] * 2, ["<|s_1|>", "<|s_2|>"], **columns) == [1.0, 0.0]
+    (request,) = server.requests
+    blocks = request["messages"][0]["content"]
+    assert np.abs(waveform(blocks[-2]["input_audio"]["data"]) - spoken).max() <= 2.0**-15
+    assert "the last recording" in blocks[-1]["text"]
 
 
 # Failures

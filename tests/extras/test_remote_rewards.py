@@ -128,6 +128,15 @@ def test_audio(serve):
     assert np.abs(samples - soxr.resample(clips[0], RATE, 8000)).max() <= 2.0**-14
 
 
+def test_sounds_of_completions(serve):
+    server = serve()
+    clip = audio(0.3, seed=1)["audio"]
+    heard = [{"array": clip, "sampling_rate": RATE, "frames": 3, "dropped_frames": 0}, None]
+    RemoteReward(server.url)(["Say one."] * 2, ["<|s_1|>", ""], completion_audio=heard)
+    first, second = server.requests[0]["completion_audios"]
+    assert second is None and np.abs(waveform(first) - clip).max() <= 2.0**-15
+
+
 def test_videos(serve):
     server = serve()
     frames = video(4, 56, 28, seed=1)["video"]

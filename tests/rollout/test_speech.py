@@ -13,8 +13,11 @@ from datasets import Audio, Dataset
 from helpers.resumed_runs import same_weights
 from helpers.speech import codec_folder, speech_model, speech_rows, speech_tokenizer
 from transformers import MimiModel, Xcodec2Model
+from trl import DPOConfig, DPOTrainer
 
 from trl_multimodal_rft import (
+    MultimodalDPOConfig,
+    MultimodalDPOTrainer,
     MultimodalGRPOConfig,
     MultimodalGRPOTrainer,
     MultimodalPPOConfig,
@@ -195,6 +198,47 @@ def test_held_out_rewards_change_nothing(tmp_path):
     assert [entry["reward"] for entry in plain] == [entry["reward"] for entry in held_out]
     assert all("rewards/brief/mean" not in entry for entry in held_out)
     assert all(entry["held_out_rewards/brief/mean"] < 0 for entry in held_out)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_resumed_run_is_the_same(step, tmp_path):
+    """Also within the steps of a batch of completions, whose sounds are not decoded again."""
+    options = {"speech_decoder": codec_folder(), "held_out_rewards": ["quiet"], "num_iterations": 2, "max_steps": 4}
+    options |= {"save_strategy": "steps", "save_steps": 1, "sample_only": "speech"}
+    whole, resumed = (make(tmp_path, [mean_sample, quiet], **options) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert same_weights(whole, resumed)
+    logs = [[entry for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)]
+    names = {name for name in logs[0][0] if name.startswith(("speech/", "held_out", "rewards/", "loss"))}
+    assert len(names) > 8
+    assert [[entry.get(name) for name in names] for entry in logs[0]] == [
+        [entry.get(name) for name in names] for entry in logs[1]
+    ]
+
+
+def test_preferences_of_sounds_are_trls(tmp_path):
+    """A sound is the text of its codes; DPO and TRL's DPO make the same updates."""
+    rows = [{"prompt": "say one ", "chosen": "<|s_1|><|s_2|>" * (i + 1), "rejected": "<|s_9|>" * 3} for i in range(4)]
+    trained = []
+    for trainer_class, config in ((DPOTrainer, DPOConfig), (MultimodalDPOTrainer, MultimodalDPOConfig)):
+        tokenizer = speech_tokenizer()
+        args = config(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1,
+            report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+        )  # fmt: skip
+        trainer = trainer_class(
+            model=speech_model(tokenizer),
+            ref_model=speech_model(tokenizer),
+            args=args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        trained.append(trainer)
+    theirs, ours = ({name: weight.cpu() for name, weight in each.model.named_parameters()} for each in trained)
+    assert max((ours[name] - weight).abs().max().item() for name, weight in theirs.items()) < 1e-5
+    assert trained[1].state.log_history[-2]["rewards/margins"] > 0
 
 
 def test_held_out_rewards_give_no_signal_of_their_own(tmp_path):
