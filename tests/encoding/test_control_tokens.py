@@ -14,7 +14,7 @@ from transformers.utils.logging import warning_once
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
 from trl_multimodal_rft.data.reading.refs import MediaError
-from trl_multimodal_rft.encoding.processors import checked_texts
+from trl_multimodal_rft.encoding.processors import checked_texts, control_tokens, tokenizer_of
 from trl_multimodal_rft.encoding.supervised import SupervisedEncoder
 from trl_multimodal_rft.evaluation import EvaluationConfig, evaluate, evaluate_trainer
 
@@ -404,3 +404,10 @@ def test_rows_that_can_not_be_encoded_are_named(trainer_class, media, tmp_path):
         dataset = made({"prompt": user("What?"), **column}, {"prompt": prompt, **column})
         with pytest.raises(MediaError, match=f"^row 1\\b.*{message}"):
             train(trainer_class, dataset, tmp_path, refuses)
+
+
+def test_tokens_that_are_added_later_are_control_tokens():
+    tokenizer = tokenizer_of(FAMILIES["qwen2_5_vl"].build()[1])
+    assert "<note>" not in control_tokens(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<note>"]})
+    assert "<note>" in control_tokens(tokenizer)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightRenaming
+from transformers.integrations import deepspeed
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
@@ -150,6 +151,13 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
                     f"trained from, and use {name!r} as a reward model or critic."
                 )
         return create_model_from_path(name, **kwargs)
+
+
+def load_frozen(model_class: Any, name: str, device: torch.device) -> PreTrainedModel:
+    """Returns a model that isn't trained, whole also under ZeRO-3, which shards what `from_pretrained` loads."""
+    with replaced(deepspeed, _hf_deepspeed_config_weak_ref=None):
+        model = model_class.from_pretrained(name, trust_remote_code=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_trained(

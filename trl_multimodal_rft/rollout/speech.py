@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..algorithms.metrics import Metric, nan_mean
+from ..models.pretrained import load_frozen
 from ..spelling import is_dotted, load_dotted
 from .completion_columns import Ends
 from .rollout import Prompted
@@ -144,7 +145,7 @@ def whole_frames(codes: Sequence[int], n_codebooks: int, size: int) -> tuple[lis
 
 def load_codec(name: str, device: torch.device) -> tuple[PreTrainedModel, int]:
     """Returns a codec of transformers, frozen, with the number of codes of a codebook."""
-    model = AutoModel.from_pretrained(name, trust_remote_code=False).to(device).eval().requires_grad_(False)
+    model = load_frozen(AutoModel, name, device)
     size = getattr(model.config, "codebook_size", None)
     levels = getattr(model.config, "quantization_levels", None)
     size = math.prod(levels) if size is None and levels else size

@@ -20,6 +20,7 @@ from transformers import (
 from ...data.reading.decoding import load_audio
 from ...data.reading.refs import MediaRef
 from ...data.reading.rules import DEFAULT_RULES, MediaRules
+from ...models.pretrained import load_frozen
 from ..answers import references_of
 from ..calls import Argument, Completion, Reference, require_column
 from .transcripts import cer_reward, wer_reward
@@ -221,8 +222,8 @@ class _Recognizer:
     @classmethod
     @functools.lru_cache(maxsize=4)
     def load(cls, name: str) -> Self:
-        model = AutoModelForSpeechSeq2Seq.from_pretrained(name, trust_remote_code=False).to(PartialState().device)
-        return cls(AutoProcessor.from_pretrained(name, trust_remote_code=False), model.eval())
+        model = load_frozen(AutoModelForSpeechSeq2Seq, name, PartialState().device)
+        return cls(AutoProcessor.from_pretrained(name, trust_remote_code=False), model)
 
     @torch.no_grad()
     def __call__(self, sounds: list[dict[str, Any]]) -> list[str]:
@@ -249,8 +250,8 @@ class _Recognizer:
 
 @functools.lru_cache(maxsize=4)
 def _speaker_model(name: str) -> tuple[Any, Any]:
-    model = AutoModelForAudioXVector.from_pretrained(name, trust_remote_code=False)
-    return AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False), model.to(PartialState().device).eval()
+    model = load_frozen(AutoModelForAudioXVector, name, PartialState().device)
+    return AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False), model
 
 
 @torch.no_grad()
