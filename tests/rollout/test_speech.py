@@ -193,7 +193,7 @@ def test_held_out_rewards_change_nothing(tmp_path):
         trainer = make(tmp_path / str(len(functions)), functions, **options)
         trainer.train()
         trainers.append(trainer)
-    assert same_weights(*trainers)
+    assert same_weights(*trainers) and [trainer.reward_weights.tolist() for trainer in trainers] == [[1], [1, 0]]
     plain, held_out = ([entry for entry in trainer.state.log_history if "loss" in entry] for trainer in trainers)
     assert [entry["reward"] for entry in plain] == [entry["reward"] for entry in held_out]
     assert all("rewards/brief/mean" not in entry for entry in held_out)

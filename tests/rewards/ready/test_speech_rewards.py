@@ -76,8 +76,12 @@ def test_likelihood_is_the_loss_of_the_model():
 def test_silence_never_scores():
     """A function hears nothing, and a reference that is `None` doesn't apply."""
     options = {"completion_audio": [sound(0.1)] * 3, "recognizer": lambda sounds: ["", " ", "one"]}
-    assert spoken_wer_reward(empty(3), solution=["one", "one", "one"], **options) == [0.0, 0.0, 1.0]
-    assert spoken_wer_reward(empty(3), solution=[None, "one", None], **options) == [None, 0.0, None]
+    for characters in (False, True):
+        columns = {**options, "characters": characters}
+        assert spoken_wer_reward(empty(3), solution=["one", "one", "one"], **columns) == [0.0, 0.0, 1.0]
+        assert spoken_wer_reward(empty(3), solution=[None, "one", None], **columns) == [None, 0.0, None]
+        columns["recognizer"] = lambda sounds: [None, None, "one"]
+        assert spoken_wer_reward(empty(3), solution=["one", "one", "one"], **columns) == [0.0, 0.0, 1.0]
     nothing = {"completion_audio": [None, None], "recognizer": "no/model"}  # isn't loaded
     assert spoken_wer_reward(empty(2), solution=["one", None], **nothing) == [0.0, None]
     options["likelihood_weight"] = 0.4
@@ -99,6 +103,23 @@ def test_similarity_of_speakers_is_that_of_embeddings():
             embeddings.append(model(**inputs).embeddings[0])
     expected = torch.nn.functional.cosine_similarity(*embeddings, dim=0).item()
     assert rewards[1] == pytest.approx(max(expected, 0.0), abs=1e-5)
+
+
+def test_unlike_speakers_get_nothing(tmp_path):
+    """The model's bias makes the embeddings of two sounds each other's negative."""
+    sounds = [sound(0.5), sound(0.7, seed=1)]
+    model = WavLMForXVector.from_pretrained(speaker_folder()).eval()
+    extractor = AutoFeatureExtractor.from_pretrained(speaker_folder())
+    with torch.no_grad():
+        inputs = [extractor(item["array"], sampling_rate=16000, return_tensors="pt") for item in sounds]
+        hidden = torch.stack([model(**item).embeddings[0] for item in inputs])
+        model.feature_extractor.bias -= hidden.mean(0)
+        first, second = (model(**item).embeddings[0] for item in inputs)
+    assert torch.nn.functional.cosine_similarity(first, second, dim=0).item() < -0.99
+    model.save_pretrained(tmp_path)
+    extractor.save_pretrained(tmp_path)
+    columns = {"audio": [sounds[1], sounds[0]], "completion_audio": [sounds[0], sounds[0]]}
+    assert speaker_reward(empty(2), **columns, speaker_model=str(tmp_path)) == [0.0, pytest.approx(1.0, abs=1e-5)]
 
 
 def test_duration_and_frames():

@@ -74,12 +74,9 @@ def spoken_wer_reward(
     listen = recognizer if callable(recognizer) else model
     texts = [] if listen is None or not heard else listen(heard)
     for i, text in zip(indices, texts, strict=True):
-        transcripts[i] = text
+        transcripts[i] = text or ""  # `None` of a function
     error_reward = cer_reward if characters else wer_reward
-    rewards = error_reward([text or " " for text in transcripts], solution=solution, **kwargs)
-    rewards = [
-        reward if reward is None or text.strip() else 0.0 for reward, text in zip(rewards, transcripts, strict=True)
-    ]
+    rewards = error_reward(transcripts, solution=solution, **kwargs)
     if likelihood_weight == 0 or not heard:
         return rewards
     if model is None:
