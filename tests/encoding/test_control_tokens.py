@@ -10,6 +10,7 @@ from helpers.chats import image, user
 from helpers.families import FAMILIES, encode
 from helpers.tools import Scripted, talking
 from helpers.trainer_utils import Recorded, Recording, load, make_trainer, run
+from tokenizers import AddedToken
 from transformers.utils.logging import warning_once
 
 from trl_multimodal_rft import MultimodalGRPOTrainer, MultimodalPPOTrainer, MultimodalRLOOTrainer, MultimodalSFTTrainer
@@ -406,8 +407,17 @@ def test_rows_that_can_not_be_encoded_are_named(trainer_class, media, tmp_path):
             train(trainer_class, dataset, tmp_path, refuses)
 
 
-def test_tokens_that_are_added_later_are_control_tokens():
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda tokenizer: tokenizer.add_special_tokens({"additional_special_tokens": ["<note>"]}),
+        lambda tokenizer: tokenizer.add_tokens(["<note>"], special_tokens=True),
+        lambda tokenizer: tokenizer.add_tokens([AddedToken("<note>", special=True)]),
+        lambda tokenizer: setattr(tokenizer, "pad_token", "<note>"),
+    ],
+)
+def test_tokens_that_are_added_later_are_control_tokens(add):
     tokenizer = tokenizer_of(FAMILIES["qwen2_5_vl"].build()[1])
     assert "<note>" not in control_tokens(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<note>"]})
+    add(tokenizer)
     assert "<note>" in control_tokens(tokenizer)

@@ -12,11 +12,12 @@ from helpers.trainer_utils import TRAINERS, load, make_trainer, saved
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor
+from transformers.integrations import deepspeed
 
 from trl_multimodal_rft.cli.arguments import parse
 from trl_multimodal_rft.extras import chat, evaluate, filter
 from trl_multimodal_rft.models import Critic
-from trl_multimodal_rft.models.pretrained import load_trained
+from trl_multimodal_rft.models.pretrained import load_frozen, load_trained
 from trl_multimodal_rft.models.reward_model import as_reward_model
 from trl_multimodal_rft.rewards import RewardModel
 
@@ -149,3 +150,21 @@ def test_tokens_without_an_embedding_are_named(door, folders):
     ):
         entered = enter(door, folder)
         entered([QUESTION], [ANSWER]) if door == "RewardModel" else entered.train()
+
+
+def test_frozen_models_are_loaded_whole_under_zero3():
+    """ZeRO-3 shards what transformers loads while its config is set."""
+
+    class Frozen(torch.nn.Linear):
+        @classmethod
+        def from_pretrained(cls, name, trust_remote_code):
+            assert not deepspeed.is_deepspeed_zero3_enabled() and not trust_remote_code
+            return cls(1, 1)
+
+    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    try:
+        model = load_frozen(Frozen, "codec", torch.device("cpu"))
+        assert config.is_zero3() and deepspeed.is_deepspeed_zero3_enabled()
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+    assert not model.training and not model.weight.requires_grad
