@@ -33,7 +33,9 @@ _BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge
 
 
 def named(readme: str, address: str) -> str:
-    """Returns README with the address, and a badge of the workflow."""
+    """Returns README with the address and a badge of the workflow, or as it is if it has both."""
+    if _ADDRESS not in readme:
+        return readme
     workflow = f"{address}/actions/workflows/ci.yml"
     readme = readme.replace("[![Python]", f"[![CI]({workflow}/badge.svg)]({workflow}) [![Python]", 1)
     return readme.replace(_ADDRESS, address)

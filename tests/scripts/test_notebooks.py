@@ -119,7 +119,10 @@ def test_address_of_the_repository(path, address, tmp_path):
     assert [cell.source for cell in old.cells[2:]] == [cell.source for cell in new.cells[2:]]
     assert "<owner>" in path.read_text() and "<owner>" not in copy.read_text()
     readme = (tmp_path / "README.md").read_text()
-    assert "git clone https://github.com/we/it trl" in readme and "](https://github.com/we/it/actions/" in readme
+    assert "git clone https://github.com/we/it trl" in readme and readme.count("[![CI]") == 1
+    named = copy.read_text()
+    RELEASE["name_repository"](address, tmp_path)  # once more changes nothing
+    assert (tmp_path / "README.md").read_text() == readme and copy.read_text() == named
 
 
 @pytest.mark.parametrize(
