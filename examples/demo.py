@@ -41,6 +41,14 @@ from trl_multimodal_rft.rewards import accuracy_reward
 from trl_multimodal_rft.views import as_view
 
 
+# Defaults of runs of minutes on a CPU
+SHORT_RUN = {
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 # Defaults of the demos
 DEMO_ARGUMENTS = {
     "per_device_train_batch_size": 768,
@@ -48,11 +56,7 @@ DEMO_ARGUMENTS = {
     "max_completion_length": 3,
     "learning_rate": 1e-3,
     "entropy_coef": 0.1,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 
 

@@ -19,12 +19,12 @@ completion for each prompt of these stages.
 """
 
 import copy
+import functools
 import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import codec2
 import numpy as np
@@ -34,7 +34,7 @@ import tasks
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict
-from demo import cold_start, publish, saved, start, train
+from demo import SHORT_RUN, cold_start, publish, saved, start, train
 from speech_model import whisper
 from tasks import DIGITS
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -69,11 +69,7 @@ DEMO = {
     "warmup_steps": 3,
     "speech_decoder": "codec2.decode",
     "sample_only": "speech",
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 COLD_START = {
     "batch_size": 48,
@@ -264,7 +260,7 @@ def shares(ear: Callable, labels: Sequence[int], completion_audio: Sequence[dict
     return found
 
 
-# Rewards: the functions whose names say what they hear
+# Rewards, and what is measured
 
 
 def rewards_of(whisper_ear: Callable, second_ear: Callable, voice_ear: Callable) -> dict[str, Callable]:
@@ -305,7 +301,8 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
     before = saved(model, tokenizer, folder / "sft")
     prompts = {split: part.remove_columns("completion").to_pandas().drop_duplicates() for split, part in rows.items()}
     prompts = {split: Dataset.from_pandas(part, preserve_index=False) for split, part in prompts.items()}
-    metrics = {"after SFT": measured(model, tokenizer, prompts["test"], rewards, folder / "sft.wav")}
+    measure = functools.partial(measured, tokenizer, prompts["test"], rewards, training_args.max_completion_length)
+    metrics = {"after SFT": measure(model, folder / "sft.wav")}
     held_out = ["understood_by_second_ear", "in_named_voice"]
     runs = {
         "one_reward": ([rewards["heard_by_whisper"]], {"beta": 0.0}),
@@ -329,14 +326,19 @@ def demo(script_args: RunArguments, training_args: GRPOConfig, model_args: Model
             callbacks=[TrainingCurvesCallback()],
         )
         train(trainer, script_args)
-        metrics[name] = measured(trainer.model, tokenizer, prompts["test"], rewards, folder / f"{name}.wav")
+        metrics[name] = measure(trainer.model, folder / f"{name}.wav")
     if PartialState().is_main_process:
         (folder / "demo_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     publish(trainer, script_args)
 
 
 def measured(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Dataset, rewards: dict[str, Any], wav: Path
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Dataset,
+    rewards: dict[str, Callable],
+    length: int,
+    model: PreTrainedModel,
+    wav: Path,
 ) -> dict[str, float]:
     """Returns what the ears hear in four completions for each prompt, prints it, and writes the first of each."""
     sounds = []
@@ -347,7 +349,7 @@ def measured(
 
     functions = [*(rewards[name] for name in rewards if name.startswith(("understood", "in_"))), whole_frames_reward]
     config = EvaluationConfig(
-        num_samples=4, temperature=1.0, max_completion_length=80, batch_size=80, speech_decoder=codec2.decode
+        num_samples=4, temperature=1.0, max_completion_length=length, batch_size=80, speech_decoder=codec2.decode
     )
     metrics = evaluate(model, tokenizer, rows, [*functions, recorded], config).metrics
     found = {function.__name__: metrics[f"reward/{function.__name__}"] for function in functions}

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, interleave_datasets
-from demo import publish, start
+from demo import SHORT_RUN, publish, start
 from pretrained_demo import Task, learn
 from sight_tasks import pictured_shapes
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
@@ -55,11 +55,7 @@ DEMO = {
     "lora_dropout": 0.0,  # with dropout, updates would forward completions without a gradient, too
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "lora_modules_to_save": ["multi_modal_projector"],
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 # Arguments of SFT
 COLD_START = {"batch_size": 16, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}

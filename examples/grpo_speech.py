@@ -24,7 +24,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict
-from demo import publish, start
+from demo import SHORT_RUN, publish, start
 from peft import PeftModel
 from pretrained_demo import Task, learn
 from speech_model import speech_model
@@ -52,11 +52,7 @@ DEMO = {
     "lora_r": 16,
     "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "lora_modules_to_save": ["multi_modal_projector"],
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 # Arguments of SFT, which trains the projector alone
 COLD_START = {

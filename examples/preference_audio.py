@@ -36,7 +36,7 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict, concatenate_datasets
-from demo import cold_start, publish, saved, start, train
+from demo import SHORT_RUN, cold_start, publish, saved, start, train
 from small_models import spoken_digit_model
 from tasks import DIGITS, spoken_digits
 from transformers import ProcessorMixin
@@ -59,11 +59,7 @@ DEMO = {
     "per_device_train_batch_size": 100,
     "max_steps": 50,
     "learning_rate": 1e-3,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 SHARED = (
     "bf16",

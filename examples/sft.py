@@ -36,7 +36,7 @@ accelerate launch examples/sft.py \
 import json
 from pathlib import Path
 
-from demo import demo_inputs, publish, start, train
+from demo import SHORT_RUN, demo_inputs, publish, start, train
 from small_models import spoken_digit_model
 from tasks import spoken_digits
 
@@ -52,11 +52,7 @@ DEMO = {
     "max_steps": 80,
     "learning_rate": 1e-3,
     "packing": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": "none",
+    **SHORT_RUN,
 }
 
 
